@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # One file for a run on pods (run_master.sh, run_worker.sh) or on Slurm (python -m megatron.adaptive
-# submit conf.sh). Copy it, change it; what is commented out shows the default. bash reads it, so
+# job submit conf.sh). Copy it, change it; what is commented out shows the default. bash reads it, so
 # values may be computed; helpers of your own are written in small letters. Relative paths start
 # from this file's folder. Variables of other programs (NCCL_DEBUG, GLOO_..., OMP_NUM_THREADS) are
 # given to every process.

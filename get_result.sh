@@ -6,4 +6,4 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 python=${PYTHON:-$(bash "$root/prerequisite.sh" --print-python | tail -n 1)}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m megatron.adaptive status "$@"
+exec "$python" -m megatron.adaptive job status "$@"

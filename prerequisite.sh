@@ -50,6 +50,8 @@ fail() {
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 cd -- "$root"
+# shellcheck source=scripts/progress.sh
+source scripts/progress.sh
 venv=$root/.venv
 cache=${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}/megatron-adaptive
 declare -A asked=(
@@ -247,10 +249,10 @@ install_packages() {
     fi
     prefix=(sudo -n)
   fi
-  say "installing system packages: $*"
-  "${prefix[@]}" apt-get update -qq >&2 || say "warning: apt-get update failed, going on"
-  "${prefix[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -qq --no-install-recommends "$@" >&2
+  run_step 'fetching the list of system packages' - "${prefix[@]}" apt-get update -qq ||
+    say "warning: apt-get update failed, going on"
+  run_step "installing system packages: $*" - "${prefix[@]}" \
+    env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
 }
 
 package_installed() {
@@ -365,8 +367,8 @@ make_venv() {
   fi
   if ! take_environment; then
     if ((on_top)); then flags+=(--system-site-packages); else made=1; fi
-    say "making the virtual environment $venv from $base"
-    "$base" -m venv --clear "${flags[@]}" "$venv" >&2
+    run_step "making the virtual environment $venv from $base" - \
+      "$base" -m venv --clear "${flags[@]}" "$venv" || fail "$base could not make $venv"
   fi
   python=$venv/bin/python
   look_at "$python"
@@ -376,19 +378,25 @@ make_venv() {
 # ---- Python packages and the extension
 
 work=''
-trap 'if [[ -n $work ]]; then rm -rf -- "$work"; fi' EXIT
+trap 'stop_drawing; if [[ -n $work ]]; then rm -rf -- "$work"; fi' EXIT
 
-pip_install() { "$python" -m pip install --disable-pip-version-check --no-input "$@" >&2; }
+# Installs packages as a step of the set-up. Arguments: text that says what is done, arguments of pip.
+pip_step() {
+  local text=$1
+  shift
+  run_step "$text" count_packages \
+    "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"
+}
 
 install_requirements() {
   if ((${#missing[@]} == 0)); then return; fi
-  say "installing into ${facts[prefix]}: ${missing[*]}"
   printf '%s\n' "${missing[@]}" >"$work/missing.txt"
   : >"$work/keep.txt"
   # Only our own environment may see its packages replaced.
   if ((${#keep[@]})); then printf '%s\n' "${keep[@]}" >"$work/keep.txt"; fi
-  pip_install -r "$work/missing.txt" -c "$work/keep.txt" ||
-    fail "pip could not install the packages above into ${facts[prefix]}"
+  pip_step "installing Python packages into ${facts[prefix]}" \
+    -r "$work/missing.txt" -c "$work/keep.txt" ||
+    fail "pip could not install ${missing[*]} into ${facts[prefix]}"
 }
 
 # NVIDIA declares Python 3.12, but nothing in these packages needs it.
@@ -396,13 +404,12 @@ install_versions() {
   local pin fresh
   mkdir -p -- "$core_folder"
   for pin in $(missing_versions); do
-    say "unpacking $pin under $core_folder"
     fresh=$work/$pin
     if [[ $pin == megatron-core* ]]; then
-      pip_install -q --no-deps --target "$fresh" --python-version 3.12 --only-binary :all: \
-        --ignore-requires-python "$pin"
+      pip_step "unpacking $pin under $core_folder" --no-deps --target "$fresh" \
+        --python-version 3.12 --only-binary :all: --ignore-requires-python "$pin"
     else
-      pip_install -q --no-deps --target "$fresh" "$pin" &&
+      pip_step "unpacking $pin under $core_folder" --no-deps --target "$fresh" "$pin" &&
         rm -rf -- "$fresh"/triton/backends/*/bin "$fresh"/triton/backends/*/lib
     fi || {
       say "warning: pip could not fetch $pin: the tests that need it are skipped"
@@ -432,15 +439,16 @@ build_extension() {
   local found path=$root
   # In an environment that is not ours, build tools that are too old for us stay as they are.
   if ((${#tool[@]})); then
-    pip_install -q --target "$work/tools" "${tool[@]}" ||
+    pip_step "fetching ${tool[*]} for the build" --target "$work/tools" "${tool[@]}" ||
       say "warning: pip could not fetch ${tool[*]}"
     path=$work/tools:$root
   fi
-  say "building the C++ extension"
-  PYTHONPATH=$path "$python" setup.py -q build_ext --inplace >&2 || true
+  PYTHONPATH=$path run_step 'building the C++ extension' count_files \
+    "$python" setup.py -q build_ext --inplace || true
   found=$(extension_file)
   if [[ $found == reason:* ]]; then
-    say "warning: the C++ extension is not there, everything else works (${found#reason: })"
+    say "warning: the C++ extension is not there, everything else works (${found#reason: });" \
+      "see $step_log"
     found=''
   fi
   extension=$found
@@ -449,13 +457,15 @@ build_extension() {
 # Makes `import megatron.adaptive` work from every folder in the environment that is ours.
 install_checkout() {
   if [[ $python != "$venv/"* ]]; then return; fi
-  MEGATRON_ADAPTIVE_EXTENSION=0 pip_install -q --no-deps --no-build-isolation -e . ||
+  MEGATRON_ADAPTIVE_EXTENSION=0 pip_step 'installing this checkout' \
+    --no-deps --no-build-isolation -e . ||
     say "warning: the checkout could not be installed; its programs work from its own folder"
 }
 
 set_up() {
   local now part
   work=$(mktemp -d)
+  log_steps_to "$root/build/prerequisite.log"
   if [[ -z $python ]]; then make_venv; fi
   for part in "${!packages[@]}"; do
     if ((asked[$part])); then install_part "$part"; fi
@@ -501,10 +511,11 @@ make_target() {
   from=$(python_for_target)
   [[ -n $from ]] ||
     fail '--gpu-target: there is no Python 3.12; install it (pyenv install 3.12, or python3.12-venv of Debian)'
-  say "making the environment $target from $from: several GB are downloaded"
-  "$from" -m venv "$target" >&2
+  log_steps_to "$root/build/prerequisite.log"
+  run_step "making the environment $target from $from" - "$from" -m venv "$target" ||
+    fail "--gpu-target: $from could not make $target"
   python=$target/bin/python
-  pip_install "$target_torch" || fail "--gpu-target: pip could not install $target_torch into $target"
+  pip_step "installing $target_torch: several GB are downloaded" "$target_torch" || fail "--gpu-target: pip could not install $target_torch into $target"
   "$python" -c 'import sys, torch; sys.exit(torch.version.cuda != "13.0")' ||
     fail "--gpu-target: the $target_torch that pip installed is not for CUDA 13.0; name another package index"
   printf '%s\n' "$target_torch" >"$target/.torch"

@@ -7,4 +7,4 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 python=${PYTHON:-$(bash "$root/prerequisite.sh" | tail -n 1)}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m megatron.adaptive node worker "$@"
+exec "$python" -m megatron.adaptive job node worker "$@"

@@ -14,6 +14,7 @@ variable) under a digest of all that they are made of, for all checkouts of a us
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -211,11 +212,13 @@ class BuildExtension(build_ext):
         if command is None or compiler.compiler_type != "unix":
             return
         objects = ObjectCache(cache_folder(), (pybind11.__version__, pybind11.get_include()))
+        compiled = itertools.count(1)
 
         def compile_one(
             target: str, source: str, _: str, words: list[str], more: list[str], *__: object
         ) -> None:
             objects.compile([*command, *words, *more], source, target)
+            say(f"compiled {next(compiled)} of {len(SOURCES)} files")
 
         compiler._compile = compile_one
 

@@ -116,7 +116,7 @@ class Rank(GptRank):
         self._functions = {name: self._function(name) for name in of_job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Take turns.
+        """Runs the competitors in turns.
 
         Returns:
             Under ``times`` the step times in seconds of each competitor, round by round, ``None``
@@ -133,7 +133,7 @@ class Rank(GptRank):
         return {"times": times, "differences": self.compare()}
 
     def compare(self) -> dict[str, dict[str, float]]:
-        """Run all competitors on the same microbatches and weights. Collective.
+        """Runs all competitors on the same microbatches and weights. Collective.
 
         Returns:
             Per competitor the largest relative difference of a microbatch's loss, and the norm of
@@ -177,7 +177,7 @@ class Rank(GptRank):
         super().close()
 
     def read(self) -> list[Any] | None:
-        """Read a step's microbatches, all of them before any clock starts."""
+        """Reads all microbatches of a step before any clock starts."""
         microbatches = super().read()
         return None if microbatches is None else list(microbatches)
 
@@ -197,7 +197,7 @@ class Rank(GptRank):
         return self._fed(self._ours(name))
 
     def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
-        """Call a function with megatron-core's signature with microbatches alone."""
+        """Returns a function that calls ``forward_backward`` with microbatches only."""
         from megatron.adaptive.gpt.forward import feed
 
         chunks, count, config = self._run.chunks, self._microbatches, self._job.config
@@ -280,7 +280,7 @@ class Rank(GptRank):
 
 
 def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> dict[str, Any]:
-    """Run the ranks of a job.
+    """Runs the ranks of a job.
 
     Args:
         job: one of ``ALL_JOBS``.
@@ -299,7 +299,7 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
-    """Turn what :func:`measure` returned, by job, into rows."""
+    """Converts the results of :func:`measure`, by job, to rows."""
     rows = []
     for job, name, rival, goal in DUELS:
         times = results[job]["times"]
@@ -329,7 +329,7 @@ def difference_row(where: str, what: str, values: Iterable[float], most: float, 
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Name the competitors whose losses or gradients are not those of the first of their job."""
+    """Returns the competitors whose losses or gradients differ from the first of their job."""
     return [
         f"{job}: the {what} of {name} differs from that of {JOBS[job].competitors[0]} by "
         f"{difference[what]:.1e}, allowed is {most}"

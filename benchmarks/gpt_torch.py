@@ -62,7 +62,7 @@ class StageModule(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a microbatch.
+        """Runs a microbatch.
 
         Args:
             given: tokens ``[b, s] int64`` on the first stage, elsewhere ``[s, b, h]``.
@@ -92,7 +92,7 @@ class StoreStage(PipelineStage):
         self._microbatch = -1
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        """Run a backward by inputs; see ``PipelineStage``."""
+        """Runs a backward pass by inputs (see ``PipelineStage``)."""
         self._microbatch = bwd_chunk_id
         with self._store.collect(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
@@ -139,7 +139,7 @@ class TorchRunner:
         )
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
-        """Run forward and backward passes of a step, up to complete gradients.
+        """Runs the forward and backward passes of a step, up to complete gradients.
 
         Args:
             microbatches: the step's, ``None`` on a rank that needs no data.
@@ -168,7 +168,7 @@ class TorchRunner:
     def _batch(
         self, microbatches: Sequence[Microbatch] | None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Join microbatches, which torch takes apart again: input, target and keyword inputs."""
+        """Joins microbatches, which torch splits again: input, target and keyword inputs."""
         if microbatches is None:
             return (), None, {}
         to_device = self._run.job.accelerator.to_device

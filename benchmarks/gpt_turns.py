@@ -40,7 +40,7 @@ _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Take turns.
+    """Takes steps in turns with and without the feature.
 
     Args:
         kind: ``traced``, ``saving``, ``copying`` or ``watched``.

@@ -5,7 +5,7 @@
 Parts: ``size``, speed and memory of import and export of a made-up model, over reading and writing
 its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``tokens``, documents of
 mixed text that a tokenizer here cuts otherwise than its library, and the speed of
-``preprocess-data`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
+``data preprocess`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def tokens(megabytes: float) -> Result:
             alone = subprocess.run([*ran, str(lines)], capture_output=True, text=True, check=True)
             seconds = preprocessed_s(lines, workers)
             speed = float(alone.stdout) / seconds
-            what = f"preprocess-data, {workers} workers: speed over tokenizers alone"
+            what = f"data preprocess, {workers} workers: speed over tokenizers alone"
             note = f"{3 * nbytes / 1e6 / seconds:.2f} MB/s"
             rows.append(Row(what=what, value=speed, goal=LEAST_SPEED, least=True, note=note))
     return Result(rows=rows)

@@ -34,7 +34,7 @@ MOST_START = 1.1
 MOST_STATUS = 2.0
 """Most that an answer may take over the start of the program that gives it."""
 COMMANDS = {
-    "launch": "-m megatron.adaptive launch --standalone --nproc-per-node 2",
+    "launch": "-m megatron.adaptive job launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",
 }
 ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
@@ -102,7 +102,7 @@ def _status_s(*words: str) -> tuple[float, str]:
 
     Its exit status does not count: after a while it takes the job of the logs for a stalled one.
     """
-    command = [sys.executable, "-m", "megatron.adaptive", "status", *words]
+    command = [sys.executable, "-m", "megatron.adaptive", "job", "status", *words]
     begin_s = time.perf_counter()
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S

@@ -68,7 +68,7 @@ def run_ranks(
     """
     command = [sys.executable]
     if ranks > 1:
-        command += ["-m", "megatron.adaptive", "launch", "--standalone"]
+        command += ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
         command += ["--nproc-per-node", str(ranks)]
     job = subprocess.Popen(
         [*command, *words],
@@ -250,15 +250,15 @@ class GptRank:
         return bool(self._job.is_first)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Take turns; returns what was measured, of all ranks together."""
+        """Takes steps in turns; returns the measurements of all ranks."""
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first rank has to add to a result when all are closed."""
+        """Returns the facts that the first rank adds to a result after all have closed."""
         return {}
 
     def close(self) -> None:
-        """End the job; collective."""
+        """Ends the job; collective."""
         import torch.distributed as dist
 
         from megatron.adaptive.gpt.initialize import end_job
@@ -271,7 +271,7 @@ class GptRank:
         end_job()
 
     def read(self) -> Any:
-        """Read a step's microbatches; ``None`` on a rank that needs none."""
+        """Reads a step's microbatches; ``None`` on a rank that needs none."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
     def progress(self, iteration: int) -> Any:
@@ -286,7 +286,7 @@ class GptRank:
         )
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
-        """Take a step.
+        """Takes a step.
 
         Args:
             before_update: called when the state is about to change.
@@ -296,7 +296,7 @@ class GptRank:
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Take turns with and without something, after one of each that does not count.
+        """Takes turns with and without a feature, after one uncounted turn of each.
 
         Args:
             rounds: of two turns of each kind.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -86,7 +89,7 @@ class Result:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Take over another part's."""
+        """Adds the rows of another part."""
         self.rows += other.rows
         self.points += other.points
         self.facts.update(other.facts)
@@ -138,6 +141,8 @@ def parser_of(
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="also write everything measured here")
+    text = "append the table to this page, with date, machine, command and commit"
+    parser.add_argument("--results", type=Path, metavar="FILE.md", help=text)
     if parts:
         parser.add_argument(
             "--part", nargs="+", action="extend", choices=tuple(parts), help="all by default"
@@ -146,7 +151,7 @@ def parser_of(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Print what the numbers depend on, and warn where others use the processors."""
+    """Prints what the figures depend on, and warns if others use the processors."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -218,9 +223,50 @@ def measure(
         _write(total, options.json)
     then(total)
     _write(total, options.json)
+    if options.results is not None:
+        append_results(options.results, total, sys.argv)
     missed = [row.what for row in total.rows if row.met is False]
     print("all goals met" if not missed else "missed: " + "; ".join(missed))
     return 1 if missed else 0
+
+
+def append_results(page: Path, total: Result, words: Sequence[str]) -> None:
+    """Appends the table of a run to a page of results, which is created if it is missing.
+
+    Args:
+        page: Path of the page, as ``docs/results/2026-11-cpu-2-cores.md``.
+        total: Rows of all parts, and the facts about the machine.
+        words: Command line of the run, from the path of the program on.
+    """
+    date = datetime.date.today().isoformat()
+    program = Path(words[0]).resolve()
+    name = program.relative_to(ROOT) if program.is_relative_to(ROOT) else Path(program.name)
+    command = shlex.join(["python", str(name), *words[1:]])
+    machine = ", ".join(f"{fact}: {value}" for fact, value in total.facts.items())
+    title = "" if page.exists() else f"# {page.stem}\n"
+    text = (
+        f"\n## {name.stem}, {date}\n\nCommand: `{command}`. Commit: {commit_of()}. {machine}.\n\n"
+    )
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with page.open("a", encoding="utf-8") as file:
+        file.write(title + text + markdown(total.rows))
+
+
+def commit_of(folder: Path = ROOT) -> str:
+    """Returns the commit of a checkout, and whether its files differ; "unknown" outside of one."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (
+                ("rev-parse", "--short", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no"),
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit} with changes" if changes else commit
 
 
 def _write(total: Result, path: Path | None) -> None:

@@ -118,7 +118,7 @@ def _simulated(
 
 
 def sleep_until(moment_s: float) -> None:
-    """Sleep; parts of actions are too short, and processes too many, to spin for the rest."""
+    """Sleeps until a time without spinning, as there are too many processes for that."""
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
@@ -154,7 +154,7 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Wait until an exchange is over, for which this rank has waited since ``begun_s``."""
+        """Waits until the end of an exchange, for which this rank has waited since ``begun_s``."""
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
@@ -194,15 +194,15 @@ class ExpertStages(IdleStages):
         self._pace = SLOW if is_slow else 1.0
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        """Sleep F."""
+        """Sleeps for the time of F."""
         return self._run(0, chunk, microbatch)
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        """Sleep B, and W with it unless that is split off."""
+        """Sleeps for the time of B, and of W if they are not split."""
         return self._run(1, chunk, microbatch)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleep a part of W."""
+        """Sleeps for a part of W."""
         self._sleep(self._seconds[2, self._stages[chunk], microbatch] / pieces)
 
     def _run(self, kind: int, chunk: int, microbatch: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Run a step; returns its seconds on the rank done last, and the share hidden here."""
+        """Runs a step; returns its time on the last rank in seconds, and the hidden share here."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -271,7 +271,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Close channels; collective."""
+        """Closes channels; collective."""
         for channels in self._channels.values():
             channels.close()
 

@@ -419,7 +419,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Write the cases of these ids, one per line; those without a record are named."""
+    """Writes the cases of these ids, one per line; names those without a record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",

@@ -365,5 +365,5 @@ def unequal_pipeline(
 
 
 def measure() -> list[Row]:
-    """Simulate everything."""
+    """Simulates all cases."""
     return [*optimal_gaps(), *joint_choice(), *worst_draws(), *shares(), *worst_cells()]

@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files whose tests have processes of their own, which their folders do not tell.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
+# Tests that may run again after a failure, in one run of all.
+MOST_RERUNS = 3
 # Markers of suites that need packages or rights which a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
 # What takes minutes comes first: a file that starts last leaves the others idle.
@@ -75,7 +77,7 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, and mark what runs once more.
+    """Runs long files first, and marks tests that run again after a failure.
 
     A test that failed runs once more, and is listed as ``RERUN`` at the end: thousands of tests
     with real processes share a few processors, and one of them meets a moment without any. What a
@@ -105,6 +107,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run in which more tests than a few passed only when they ran again."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    reruns = [] if reporter is None else reporter.stats.get("rerun", [])
+    if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says in one line each which suites were left out, and why."""
     left_out: dict[str, list[str]] = {}
@@ -112,6 +123,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if any(name in report.keywords for name in SUITES) or "prerequisite.sh" in reason:
             left_out.setdefault(reason, []).append(report.nodeid.split("::")[0])
+    if reruns := len(terminalreporter.stats.get("rerun", [])):
+        limit = f"at most {MOST_RERUNS} may in a run"
+        terminalreporter.write_line(f"{reruns} tests ran again after a failure; {limit}")
     for reason, files in left_out.items():
         where = ", ".join(sorted(set(files)))
         terminalreporter.write_line(f"left out: {len(files)} tests of {where}: {reason}")

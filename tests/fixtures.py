@@ -31,7 +31,7 @@ NUM_SOURCES = 60
 
 
 def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
-    """Write Python files of some hundred bytes each, the same ones every time."""
+    """Writes Python files of some hundred bytes each, always the same."""
     rng = random.Random(5)
     words = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
     for number in range(count):
@@ -63,7 +63,7 @@ def tokenizer(corpus: Corpus) -> GPT2BPETokenizer:
 
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that writes documents with megatron-core's builder; gives the prefix."""
+    """Returns a function that writes documents in the binary format and returns their prefix."""
 
     def write(
         documents: list[list[int]], name: str = "data", dtype: type[np.integer] = np.uint16
@@ -95,7 +95,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def make(worker: Any) -> Iterator[Callable[..., Any]]:
-    """Return a function that builds a training on this process; takes flags as keywords."""
+    """Returns a function that builds a training in this process from flags, given as keywords."""
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:

@@ -114,6 +114,7 @@ def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
         names = {name.partition(".data/data/")[2] or name for name in files.namelist()}
     for script in ("pretrain_gpt.py", "examples/gpt/pretrain_gpt_distributed_small.sh"):
         assert f"share/megatron-adaptive/{script}" in names
+    assert "megatron/adaptive/py.typed" in names
     assert not any(name.startswith(("tests", "benchmarks", "studies", "csrc")) for name in names)
     site = tmp_path / "site"
     install = [

@@ -1,19 +1,32 @@
-"""What pages say of files and names is so."""
+"""Checks pages against the files, names and headings that they mention, and their form."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megatron.adaptive.config.schedule_specs import BUILT_IN, selectable_names
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 FOLDERS = {path.name for path in (ROOT / "megatron/adaptive").iterdir() if path.is_dir()}
 TOP = ("benchmarks", "csrc", "docs", "examples", "scripts", "tests", "tools", "studies")
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+USE_PAGE_LINES = 150
+"""Largest number of lines of a page that says how to use something."""
+LONGEST_SENTENCE = 40
+"""Largest number of words of a sentence."""
+NOTEBOOK = "tutorial.md"
+"""Page that is a notebook with its output, and therefore may be longer."""
+GENERATED = "flags.md"
+"""Page that a program prints; the sentences are checked where they are written."""
 
 
 def paths_in(page: Path) -> set[str]:
@@ -28,6 +41,74 @@ def names_in_table(page: str, title: str) -> set[str]:
     text = re.split(r"^##", text, maxsplit=1, flags=re.MULTILINE)[0]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`(\w[\w-]*)`", row)}
+
+
+def groups_of_pages() -> dict[str, list[str]]:
+    """Returns the pages of each group of the site's navigation; the first page has no group."""
+    navigation: list[Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert navigation[0] == "index.md"
+    return {name: pages for entry in navigation[1:] for name, pages in entry.items()}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as mkdocs and GitHub form them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
+    return {re.sub(r"[-\s]+", "-", title) for title in words}
+
+
+def sentences_of(text: str) -> list[str]:
+    """Returns the sentences of a page's paragraphs, lists and tables; code counts as one word."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    sentences: list[str] = []
+    for block in re.split(r"\n\s*\n|\n(?=[|#]|[-*] |\d+\. )", text):
+        is_code = block.lstrip("\n").startswith("    ")
+        if is_code or block.lstrip().startswith("#"):
+            continue
+        for cell in block.strip().strip("|").split("|"):
+            joined = " ".join(cell.split())
+            sentences += re.split(r"(?<=[.!?])\s+|(?<=[:;])\s+(?=[A-Z(\d]|code)", joined)
+    return [sentence for sentence in sentences if len(sentence.split()) > 2]
+
+
+def test_each_page_is_in_one_group_and_use_pages_are_short() -> None:
+    groups = groups_of_pages()
+    assert list(groups) == ["Use", "Reference", "Measured"]
+    grouped = sorted(["index.md", *(page for pages in groups.values() for page in pages)])
+    assert grouped == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    assert {page.split("/")[0] for page in groups["Measured"]} == {"results"}
+    lines = {page: len((DOCS / page).read_text().splitlines()) for page in groups["Use"]}
+    assert {page: count for page, count in lines.items() if count > USE_PAGE_LINES}.keys() <= {
+        NOTEBOOK
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if "://" in link or (page.parent != ROOT and target.startswith("mailto:")):
+            continue
+        if not path.exists() or (anchor and anchor not in anchors_of(path)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))] if page.name != GENERATED],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_sentences_are_short(page: Path) -> None:
+    sentences = sentences_of(page.read_text())
+    lengths = [len(sentence.split()) for sentence in sentences]
+    assert statistics.median(lengths) < 20
+    assert [s for s in sentences if len(s.split()) > LONGEST_SENTENCE] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

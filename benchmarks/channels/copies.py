@@ -20,7 +20,7 @@ class NoCompilerError(Exception):
 
 
 def build(folder: Path) -> Path:
-    """Compile ``copies.c`` into ``folder``; returns the library.
+    """Compiles ``copies.c`` into ``folder``; returns the library.
 
     Raises:
         NoCompilerError: that is not possible here.

@@ -54,7 +54,7 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Read the activation, compute, write one."""
+        """Reads the activation, computes, and writes one."""
         return self._work(received)
 
     def backward(
@@ -87,7 +87,7 @@ class InstantTransport:
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Hand over what the last stage waits for."""
+        """Sends the inputs that the last stage waits for."""
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 

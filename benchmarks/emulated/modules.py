@@ -45,7 +45,7 @@ class EmulatedChunk(torch.nn.Module):
         self.work: RankWork | None = None
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Run the stage's forward.
+        """Runs the stage's forward.
 
         Args:
             received: output of the stage before; on the first stage ``RankWork.fresh``.
@@ -64,12 +64,12 @@ class EmulatedChunk(torch.nn.Module):
         return _Join.apply(output, side, self, microbatch)
 
     def prepare(self, work: RankWork) -> None:
-        """Get ready for a step."""
+        """Prepares a step."""
         self.work = work
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Check that a step's gradient of the weight has a share of every microbatch.
+        """Checks that a step's gradient of the weight contains a part from every microbatch.
 
         Raises:
             WorkError: it has not.
@@ -77,12 +77,12 @@ class EmulatedChunk(torch.nn.Module):
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
-        """Check the gradient of one weight; see :meth:`check_gradient`."""
+        """Checks the gradient of one weight (see :meth:`check_gradient`)."""
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(f"stage {self.stage}: gradient {gradient} after {num_microbatches}")
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a scalar whose backward starts that of the last stage."""
+        """Returns a scalar whose backward pass starts that of the last stage."""
         return _Loss.apply(output)
 
 
@@ -114,7 +114,7 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Get ready for a step; not timed."""
+        """Prepares a step; not timed."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
@@ -125,7 +125,7 @@ class PeerRunner:
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Check the gradients of the weights; not timed."""
+        """Checks the gradients of the weights; not timed."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 

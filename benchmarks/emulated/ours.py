@@ -75,19 +75,19 @@ class EmulatedStages(IdleStages):
         self._split = split
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleep F."""
+        """Sleeps for the time of F."""
         return self._work.forward(self._stages[chunk], received, microbatch)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleep B, and W with it unless that is split off."""
+        """Sleeps for the time of B, and of W if they are not split."""
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleep one of ``pieces`` equal parts of W."""
+        """Sleeps for one of ``pieces`` equal parts of W."""
         self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
 
 
@@ -116,12 +116,12 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Make messages late, by global rank of the sender; while none is under way."""
+        """Delays messages, by global rank of the sender. Call it while no message is on its way."""
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
     def close(self) -> None:
-        """Close the transport; collective."""
+        """Closes the transport; collective."""
         self._transport.close()
 
 
@@ -140,7 +140,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """See :class:`CompletionQueue`."""
+        """Adds an item, as :class:`CompletionQueue` does."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
@@ -153,11 +153,11 @@ class DelayedQueue(CompletionQueue):
             self._changed.notify()
 
     def poll(self) -> Item | None:
-        """See :class:`CompletionQueue`."""
+        """Returns the next item, if any, as :class:`CompletionQueue` does."""
         return self.wait(0.0)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """See :class:`CompletionQueue`."""
+        """Waits for the next item, as :class:`CompletionQueue` does."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -194,7 +194,7 @@ class OurRunner:
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Get ready for a step; not timed."""
+        """Prepares a step; not timed."""
         competitor, count = self._competitor, draws.num_microbatches
         ranks = self.placement.num_ranks
         if count not in self._policies:
@@ -212,7 +212,7 @@ class OurRunner:
         self._step = stages, self._policies[count], state
 
     def run(self) -> None:
-        """Run the step."""
+        """Runs the step."""
         assert self._step is not None
         self._channels.executor.run(*self._step)
 

@@ -38,7 +38,7 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Take the output of the stage before."""
+        """Sets the output of the previous stage as input."""
         self.received = tensors[0]
 
 
@@ -101,13 +101,13 @@ class MegatronRunner(StepRunner):
         )
 
     def run(self) -> None:
-        """Run the step."""
+        """Runs the step."""
         groups = {"p2p_communicator": self._communicator, "pg_collection": self._groups}
         self._function(**self.call, **groups)
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Run a forward as a user's program does; returns output and function of the loss."""
+    """Runs a forward pass as a user's program does; returns output and loss function."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -59,7 +59,7 @@ class TorchRunner(PeerRunner):
             self._target = torch.zeros(count, 1)
 
     def run(self) -> None:
-        """Run the step."""
+        """Runs the step."""
         schedule = self._schedules[self.num_microbatches]
         schedule.step(*self._inputs, target=self._target, return_outputs=False)
 

@@ -82,7 +82,7 @@ class _Layer(DeferringRowParallelLinear):
         self._call = _Call(chunk, self.weight, number == 0)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Run the call."""
+        """Runs the call."""
         assert self.weight_gradient_store is not None
         return defer(self._call, received, self.weight_gradient_store)
 
@@ -139,10 +139,10 @@ class PluggedRunner(StepRunner):
         self._engine = Engine(settings, placed)
 
     def run(self) -> None:
-        """Run the step."""
+        """Runs the step."""
         self._engine.run(self.call)
 
     def close(self) -> None:
-        """Close the channels; collective."""
+        """Closes the channels; collective."""
         self._engine.close()
         parallel_state.destroy_model_parallel()

@@ -34,7 +34,7 @@ class WorkError(Exception):
 
 
 def sharpen_timers() -> bool:
-    """Let sleeps of this thread, and of those it starts, end within microseconds of their time.
+    """Makes sleeps of this thread and its children end within microseconds of their time.
 
     Ranks hardly compute, so where the system allows it they go before whatever else the machine
     does: otherwise one that wakes up may wait milliseconds for another program's slice to end.
@@ -57,7 +57,7 @@ class Sleeper:
         self._late_s = 100e-6
 
     def until(self, moment_s: float) -> None:
-        """Return at ``moment_s`` of ``time.monotonic``, at once if that has passed."""
+        """Returns at ``moment_s`` of ``time.monotonic``; at once if that is in the past."""
         left_s = moment_s - time.monotonic()
         if left_s > self._late_s:
             wake_s = moment_s - self._late_s
@@ -123,7 +123,7 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Run a forward.
+        """Runs a forward pass.
 
         Args:
             stage: a stage of this rank.
@@ -150,7 +150,7 @@ class RankWork:
     def backward(
         self, stage: int, gradient: torch.Tensor | None, microbatch: int, *, whole: bool
     ) -> torch.Tensor:
-        """Run a backward by inputs, with ``whole`` also that by weights.
+        """Runs a backward pass by inputs; with ``whole`` also the one by weights.
 
         Args:
             stage: a stage of this rank.
@@ -172,7 +172,7 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Check the gradient of an output; wait until it would be here.
+        """Checks the gradient of an output; waits until the time at which it would arrive.
 
         Raises:
             WorkError: it is not that of this stage and microbatch.
@@ -180,14 +180,14 @@ class RankWork:
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Run the backward by inputs of a gradient that was taken; returns the input's."""
+        """Runs the backward pass by inputs of a taken gradient; returns the input's gradient."""
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Run ``fraction`` of a backward by weights.
+        """Runs ``fraction`` of a backward pass by weights.
 
         One that follows at once on another part of the same goes on where that was to end: what a
         sleep is late is no part of the work, and cutting must not count it twice. A device that is
@@ -208,7 +208,7 @@ class RankWork:
         return tensor
 
     def check_complete(self) -> None:
-        """Check that each action ran once, and its pieces add up to a whole.
+        """Checks that each action ran once, and that its pieces add up to a whole.
 
         Raises:
             WorkError: one did not.
@@ -232,7 +232,7 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Check an input, wait until it would be here; returns when the action starts."""
+        """Checks an input, waits until it would arrive; returns the start time of the action."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # What earlier stages added, of a backward's gradient what later ones did.
         due = stage * (stage + 1) / 2
@@ -252,7 +252,7 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleep as long as the action takes from ``start_s``."""
+        """Sleeps for the time of the action, counted from ``start_s``."""
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()

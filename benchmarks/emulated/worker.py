@@ -59,7 +59,7 @@ class Rank:
         }
 
     def measure(self) -> list[dict[str, Any]]:
-        """Run all cases.
+        """Runs all cases.
 
         Returns:
             On every rank one record per step: what was run, ``makespan_s``, and ``peak``, the most
@@ -76,7 +76,7 @@ class Rank:
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
-        """Close what the runners share; collective."""
+        """Closes the resources that the runners share; collective."""
         for channels in self._channels.values():
             channels.close()
         for runner in self._runners.values():
@@ -97,7 +97,7 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Let every competitor run one step with the same draws."""
+        """Runs one step of every competitor with the same random times."""
         draws = Draws(
             scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
@@ -120,7 +120,7 @@ class Rank:
         ]
 
     def _step(self, name: str, draws: Draws) -> dict[str, float]:
-        """Run a step; returns what is recorded of it."""
+        """Runs a step; returns its record."""
         runner = self._runners[name]
         work = RankWork(
             runner.placement,
@@ -143,7 +143,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Return the largest of all ranks' values, one by one; also a barrier."""
+        """Returns the maximum over all ranks of each value; also a barrier."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()
@@ -151,7 +151,7 @@ class Rank:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Be one rank; returns its records, see :class:`Rank`."""
+    """Runs one rank; returns its records (see :class:`Rank`)."""
     if not sharpen_timers() and rank == 0:
         print("no real-time priority: other programs' work shows in the times", file=sys.stderr)
     member = Rank(rank, plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
 
     kept: list[int] = []
     parts = {"first": work, "second": fail, "third": work, "other": work}
-    options = argparse.Namespace(part=["third", "first", "second"], json=target)
+    options = argparse.Namespace(part=["third", "first", "second"], json=target, results=None)
     assert report.measure(parts, options, seed=3) == 1
     assert kept == [2]
     found = json.loads(target.read_text())
@@ -44,3 +46,39 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
 def test_parts_are_named_in_one_flag_or_several(words: str, wanted: list[str] | None) -> None:
     parser = report.parser_of("What it measures.", ("a", "b", "c"))
     assert parser.parse_args(words.split()).part == wanted
+
+
+def test_results_are_appended_with_command_and_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "others_busy", lambda: 0.0)
+    monkeypatch.setattr(
+        sys, "argv", [str(report.ROOT / "benchmarks/transport.py"), "--part", "a b"]
+    )
+    page = tmp_path / "results" / "2026-11-machine.md"
+    options = argparse.Namespace(part=None, json=None, results=page)
+    row = Row(what="latency", value=2.0, unit="us", goal=3)
+    for _ in range(2):
+        assert report.measure({"a": lambda: Result(rows=[row])}, options) == 0
+    text = page.read_text()
+    assert text.startswith("# 2026-11-machine\n")
+    assert text.count("Command: `python benchmarks/transport.py --part 'a b'`.") == 2
+    assert text.count(row.line) == 2
+    assert text.count(f"Commit: {report.commit_of()}. processor: ") == 2
+
+
+def test_the_commit_names_changes(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert report.commit_of(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert report.commit_of(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert report.commit_of(tmp_path) == f"{commit} with changes"

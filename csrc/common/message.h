@@ -1,7 +1,7 @@
 // What travels with every payload, in every transport, and the rules it has to keep.
 //
 // A Message comes from another process, so nothing in it is trusted: check_message() is the one
-// place that decides whether it can be acted upon. docs/transport.md describes the bytes.
+// place that decides whether it can be acted upon. docs/reference/transport.md describes the bytes.
 #pragma once
 
 #include <cstddef>

@@ -6,7 +6,7 @@
 //   credit word (64 bits)   <── 8 bytes inline ──  one bit per slot, flipped when it is free again
 //   queue pair per direction; the receives that the immediates use up carry no data
 //
-// The bytes are in docs/transport.md.
+// The bytes are in docs/reference/transport.md.
 #pragma once
 
 #include <cstddef>

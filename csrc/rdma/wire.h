@@ -1,5 +1,5 @@
 // What two processes tell each other to connect their queue pairs, and the 32 bits that come with
-// every message. docs/transport.md describes the bytes for those who write a peer.
+// every message. docs/reference/transport.md describes the bytes for those who write a peer.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // The bytes on a TCP channel's socket, the same in both directions, as functions over bytes: what
-// comes from the peer is judged here. docs/transport.md describes them.
+// comes from the peer is judged here. docs/reference/transport.md describes them.
 //
 //   frame   magic 4 | type 1 | zero 3 | credits 4 | piece bytes 4
 //   start   frame, Message (128 bytes), first piece of the payload

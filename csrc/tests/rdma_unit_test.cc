@@ -148,7 +148,7 @@ TEST(records_survive_the_way) {
           "the same record");
     check(back.lanes[0].gid == record.lanes[0].gid && back.lanes[0].lid == 513, "the same lane");
   }
-  // The places that docs/transport.md gives.
+  // The places that docs/reference/transport.md gives.
   const Bytes bytes = encode(some_record(1));
   check(std::memcmp(bytes.data(), "DRP1\x01\x00\x01\x00\x40\x00\x00\x00", 12) == 0, "the start");
   check(bytes[16] == 0x88 && bytes[64] == 0x00 && bytes[66] == 0xab && bytes[91] == 2 &&

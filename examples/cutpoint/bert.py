@@ -21,7 +21,7 @@ MASK = 1
 
 
 def build(**changes: Any) -> BertForMaskedLM:
-    """Return the model, the same on every process."""
+    """Returns the model, the same on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 64}
     depth = {"num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128}
@@ -32,7 +32,7 @@ def build(**changes: Any) -> BertForMaskedLM:
 
 
 def make_batch(samples: int) -> Batch:
-    """Return made-up sentences, every fifth word of which is to be guessed."""
+    """Returns made-up sentences, of which every fifth word is to be guessed."""
     generator = torch.Generator().manual_seed(2)
     place = torch.arange(24)
     words = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * place) % 124 + 4

@@ -17,7 +17,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def parse(description: str) -> argparse.Namespace:
-    """Read the command line of an example."""
+    """Reads the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10, help="training steps")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of all replicas")
@@ -45,7 +45,7 @@ def train(
     shared_weights: Sequence[Sequence[str]] = (),
     **options: Any,
 ) -> list[float]:
-    """Train a model with cut points; returns the losses. Ends the program where something is wrong.
+    """Trains a model with cut points; returns the losses. Ends the program after an error.
 
     Args:
         given: the command line.

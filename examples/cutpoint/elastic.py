@@ -1,6 +1,6 @@
 """A training that goes on in another shape when machines come or go.
 
-python -m megatron.adaptive run --machines machines.txt --checkpoint checkpoints \
+python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
 
 The same program runs under torchrun, and in one process: ``--save FOLDER`` then says where it saves
@@ -33,21 +33,21 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Return the loss of ``x [n, WIDTH]`` with classes ``label [n]``."""
+        """Returns the loss of ``x [n, WIDTH]`` with classes ``label [n]``."""
         for layer, cut in zip(self.layers, self.cuts, strict=True):
             x = cut(x + layer(x))
         return torch.nn.functional.cross_entropy(self.head(x), label)
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Return the whole batch of a step, the same whenever and wherever it is asked for."""
+    """Returns the whole batch of a step, always the same."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
 
 
 def main() -> None:
-    """Train."""
+    """Trains the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="of the whole training")
     parser.add_argument("--batch-size", type=int, default=24, help="samples of all replicas")

@@ -21,7 +21,7 @@ ARGUMENTS = {"use_cache": False}
 
 
 def build(**changes: Any) -> GPT2LMHeadModel:
-    """Return the model, the same on every process."""
+    """Returns the model, the same on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 6, "n_head": 4}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -32,7 +32,7 @@ def build(**changes: Any) -> GPT2LMHeadModel:
 
 
 def make_batch(samples: int) -> Batch:
-    """Return made-up text of which each token follows from the one before."""
+    """Returns made-up text in which each token follows from the previous one."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randint(0, 128, (samples, 1), generator=generator)
     ids = (start + 7 * torch.arange(32)) % 128

@@ -23,20 +23,20 @@ class Mlp(torch.nn.Module):
         self.head = torch.nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Return the loss of ``x [n, width]`` with classes ``label [n]``."""
+        """Returns the loss of ``x [n, width]`` with classes ``label [n]``."""
         for layer in self.layers:
             x = layer(x)
         return torch.nn.functional.cross_entropy(self.head(x), label)
 
 
 def build() -> Mlp:
-    """Return the model, the same on every process."""
+    """Returns the model, the same on every process."""
     torch.manual_seed(1)
     return Mlp()
 
 
 def make_batch(samples: int) -> Batch:
-    """Return made-up samples."""
+    """Returns made-up samples."""
     generator = torch.Generator().manual_seed(2)
     return {
         "x": torch.randn(samples, 64, generator=generator),

@@ -60,18 +60,18 @@ class Vit(nn.Module):
 
 
 def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the loss of a microbatch."""
+    """Returns the loss of a microbatch."""
     return F.cross_entropy(logits, batch["label"])
 
 
 def build(dropout: float = 0.1) -> nn.Module:
-    """Return the model, the same on every process."""
+    """Returns the model, the same on every process."""
     torch.manual_seed(1)
     return Vit(dropout=dropout)
 
 
 def make_batch(samples: int) -> Batch:
-    """Return made-up images."""
+    """Returns made-up images."""
     generator = torch.Generator().manual_seed(2)
     return {
         "image": torch.randn(samples, 3, 16, 16, generator=generator),

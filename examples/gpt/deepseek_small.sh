@@ -107,7 +107,7 @@ esac
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-exec "$PYTHON" -m megatron.adaptive launch --standalone \
+exec "$PYTHON" -m megatron.adaptive job launch --standalone \
   --nproc-per-node "$((2 * EXPERT_PARALLEL))" "$root/pretrain_gpt.py" \
   "${MODEL_ARGS[@]}" "${LATENT_ARGS[@]}" "${EXPERT_ARGS[@]}" "${PREDICTION_ARGS[@]}" \
   "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

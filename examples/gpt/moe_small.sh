@@ -63,7 +63,7 @@ OUTPUT_ARGS=(
 
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-exec "$PYTHON" -m megatron.adaptive launch --standalone \
+exec "$PYTHON" -m megatron.adaptive job launch --standalone \
   --nproc-per-node "$((PIPELINE_PARALLEL * EXPERT_PARALLEL))" "$root/pretrain_gpt.py" \
   "${MODEL_ARGS[@]}" "${EXPERT_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" \
   "${OUTPUT_ARGS[@]}" "$@"

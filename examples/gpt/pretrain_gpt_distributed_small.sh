@@ -17,7 +17,7 @@ SCHEDULE=${SCHEDULE:-adaptive}
 DATA_DIR=${DATA_DIR:-$root/data/stdlib}
 RUN_DIR=${RUN_DIR:-$root/runs/small}
 # torchrun itself will do, too; this one checks the options first and ends with a short message.
-LAUNCHER=("$PYTHON" -m megatron.adaptive launch)
+LAUNCHER=("$PYTHON" -m megatron.adaptive job launch)
 
 DISTRIBUTED_ARGS=(
   --standalone

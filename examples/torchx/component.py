@@ -28,7 +28,7 @@ def pods(
     logs: str = "/shared/logs",
     retries: int = 0,
 ) -> specs.AppDef:
-    """Train as a configuration says.
+    """Trains as a configuration describes.
 
     Args:
         conf: the configuration, a path within the containers

@@ -1,82 +1,353 @@
-"""Runs the subcommands of ``python -m megatron.adaptive``, such as ``plan`` and ``train``."""
+"""Runs the subcommands of ``python -m megatron.adaptive``, for example ``train single``."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import platform
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 
-from megatron.adaptive.cli.common import (
-    EXIT_EXPECTED_ERROR,
-    interrupts_end_at_once,
-    open_streams,
-    run_cli,
-)
-from megatron.adaptive.config.input_files import say
+from megatron.adaptive import __version__
+from megatron.adaptive.cli.common import interrupts_end_at_once, open_streams, run_cli
+from megatron.adaptive.config.command_parser import PROGRAM
+from megatron.adaptive.errors import ConfigError, SetupError
 
-_SUBCOMMANDS = {
-    "checkpoint": ("checkpoint", "list checkpoints, and check them for damage"),
-    "doctor": ("doctor", "check whether this node, and its link to another, is ready for a run"),
-    "evaluate": ("pretrain_gpt.evaluate", "perplexity of a model over a text, and a sample of it"),
-    "export-hf": ("checkpoint.export_hf", "write a checkpoint as a Hugging Face folder"),
-    "flags": ("pretrain_gpt.flags", "print every flag of the trainer as Markdown"),
-    "import-hf": ("checkpoint.import_hf", "make a checkpoint of a Hugging Face folder"),
-    "launch": ("launch", "torchrun with checks before the start and short messages at the end"),
-    "make-corpus": (
-        "preprocess_data.make_corpus_main",
-        "make training data from Python's own sources",
+_HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Describes a subcommand, or one mode of a subcommand.
+
+    Attributes:
+        name: Words that follow ``python -m megatron.adaptive``: ``plan``, ``train single``.
+        function: Module in ``megatron.adaptive.cli`` and the function in it, ``module.function``.
+        summary: Line of text for the list of subcommands.
+        former: Name in earlier versions, empty if it is the same.
+    """
+
+    name: str
+    function: str
+    summary: str
+    former: str = ""
+
+
+SECTIONS: dict[str, tuple[Subcommand, ...]] = {
+    "train a model": (
+        Subcommand(
+            "train single",
+            "run_single.main",
+            "a small GPT on this machine; it makes its own data",
+            former="run-single",
+        ),
+        Subcommand(
+            "train recipe",
+            "pretrain_gpt.train",
+            "a model of examples/recipes, or of your own YAML file of flags",
+            former="train",
+        ),
+        Subcommand(
+            "train elastic",
+            "run.main",
+            "a job that goes on in another layout when machines join or leave",
+            former="run",
+        ),
+        Subcommand(
+            "train rank",
+            "pretrain_gpt.rank",
+            "one process of a run; torchrun or job launch starts it",
+            former="pretrain-gpt",
+        ),
+        Subcommand(
+            "train megatron-lm",
+            "pretrain.main",
+            "Megatron-LM's own trainer and flags (megatron-core 0.17 or newer)",
+            former="pretrain",
+        ),
+        Subcommand(
+            "train flags",
+            "pretrain_gpt.flags",
+            "print every flag of the trainer as Markdown",
+            former="flags",
+        ),
+        Subcommand(
+            "evaluate",
+            "pretrain_gpt.evaluate",
+            "perplexity of a model on a text, and a sample of its output",
+        ),
     ),
-    "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
-    "plan": ("plan", "find the best ways to train a model on a cluster"),
-    "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
-    "pretrain": ("pretrain", "Megatron-LM's own trainer (megatron-core 0.17 or later)"),
-    "pretrain-gpt": ("pretrain_gpt.run", "one process of a GPT training run"),
-    "profile": ("profile", "measure layers and links for the planner"),
-    "process-trace": ("trace.process", "aggregate a run's traces"),
-    "report": ("report", "write one page about a job after its run"),
-    "run": ("run", "a job that changes its shape when machines join or leave"),
-    "run-single": ("run_single", "train a small GPT on this machine"),
-    "simulate": ("simulate", "compare schedules on simulated work"),
-    "status": ("status", "report the state of a job; get_result.sh calls it"),
-    "submit": ("submit", "submit a run to Slurm with the settings of conf.sh"),
-    "top": ("top", "show what a run is doing now"),
-    "trace": ("trace", "figures and views of a run's traces; trace diagnose finds what is slow"),
-    "train": ("pretrain_gpt.train", "train with the settings of a recipe (examples/recipes)"),
-    "transport": ("transport", "check what can connect two nodes, and how fast"),
-    "validate": ("validate", "compare the planner's predictions with measured runs"),
-    "visualize-trace": ("trace.visualize", "draw a run's pipeline"),
+    "start and watch jobs on one node or several": (
+        Subcommand(
+            "job launch",
+            "launch.main",
+            "torchrun, with checks before the start and short messages at the end",
+            former="launch",
+        ),
+        Subcommand(
+            "job submit",
+            "submit.main",
+            "submit a job to Slurm with the settings of conf.sh",
+            former="submit",
+        ),
+        Subcommand(
+            "job node",
+            "node.main",
+            "one node of a job; run_master.sh, run_worker.sh and Slurm call it",
+            former="node",
+        ),
+        Subcommand("job top", "top.main", "show what each rank does now", former="top"),
+        Subcommand(
+            "job status",
+            "status.main",
+            "state, progress and errors of a job; get_result.sh calls it",
+            former="status",
+        ),
+        Subcommand("job report", "report.main", "write one HTML page about a job", former="report"),
+    ),
+    "find out where the time of a run goes": (
+        Subcommand("trace", "trace.main", "figures of each stage, and every view of the traces"),
+        Subcommand("trace diagnose", "trace.diagnose_run", "name what slows a run, and a remedy"),
+        Subcommand(
+            "trace whatif", "trace.what_if_run", "how much faster a run would be without a fault"
+        ),
+        Subcommand("trace import", "trace.import_run", "read the traces of another program"),
+        Subcommand(
+            "trace process",
+            "trace.process",
+            "figures, and events for Perfetto, with the flags of process_trace.py",
+            former="process-trace",
+        ),
+        Subcommand(
+            "trace draw",
+            "trace.visualize",
+            "a chart of one step, with the flags of visualize_trace.py",
+            former="visualize-trace",
+        ),
+    ),
+    "choose sizes and schedule": (
+        Subcommand("plan", "plan.main", "find the best ways to train a model on a cluster"),
+        Subcommand(
+            "plan validate",
+            "validate.main",
+            "compare the planner's predictions with measured runs",
+            former="validate",
+        ),
+        Subcommand("profile", "profile.main", "measure layers and links for the planner"),
+        Subcommand("simulate", "simulate.main", "compare schedules on simulated work"),
+    ),
+    "prepare data; keep and convert models": (
+        Subcommand(
+            "data preprocess",
+            "preprocess_data.main",
+            "turn JSON lines into Megatron's .bin and .idx",
+            former="preprocess-data",
+        ),
+        Subcommand(
+            "data corpus",
+            "preprocess_data.make_corpus_main",
+            "make training data from Python's own sources",
+            former="make-corpus",
+        ),
+        Subcommand(
+            "checkpoint", "checkpoint.main", "list checkpoints, show one, check them for damage"
+        ),
+        Subcommand(
+            "hf import",
+            "checkpoint.import_hf",
+            "make a checkpoint of a Hugging Face folder",
+            former="import-hf",
+        ),
+        Subcommand(
+            "hf export",
+            "checkpoint.export_hf",
+            "write a checkpoint as a Hugging Face folder",
+            former="export-hf",
+        ),
+    ),
+    "check machines": (
+        Subcommand(
+            "doctor", "doctor.main", "is this node, and its link to another, ready for a run?"
+        ),
+        Subcommand(
+            "transport", "transport.main", "what can connect the ranks of a pipeline, how fast?"
+        ),
+    ),
 }
+"""Subcommands by the title under which ``--help`` lists them."""
+
+SUBCOMMANDS: Mapping[str, Subcommand] = {
+    subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
+}
+"""Every subcommand and mode by its name."""
+
+FORMER: Mapping[str, Subcommand] = {
+    subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
+}
+"""Subcommands by their names in earlier versions."""
 
 
-def _print_help(_arguments: Sequence[str]) -> None:
-    print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
-    for name, (_, summary) in _SUBCOMMANDS.items():
-        print(f"  {name:16} {summary}")
+_ADVICE = {
+    "train": """\
+which one to take:
+  to see it work, here and now                          train single
+  Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
+  machines that join, leave or fail while it trains     train elastic
+  any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
+  a command line of Megatron-LM, all of its features    train megatron-lm
+  a fixed number of nodes with one file of settings     conf.sh, with job submit (Slurm), or with
+                                                        run_master.sh and run_worker.sh (pods)
+  a model of your own that is no GPT                    Pipeline in a script, see docs/cutpoint.md
+
+train recipe, elastic and rank run the same trainer; train flags lists its flags."""
+}
+"""Text that follows the list of modes in a subcommand's help."""
+
+
+def _modes(group: str) -> list[Subcommand]:
+    """Returns the modes of a subcommand, none if it has no modes."""
+    return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
+
+
+def _listed(subcommands: Iterable[Subcommand]) -> list[str]:
+    return [f"  {subcommand.name:18} {subcommand.summary}" for subcommand in subcommands]
+
+
+def _help_text() -> str:
+    lines = [f"usage: {PROGRAM} SUBCOMMAND [OPTIONS]"]
+    for title, section in SECTIONS.items():
+        lines += ["", f"{title}:", *_listed(section)]
+    lines += ["", "SUBCOMMAND --help describes one of them; --version prints the versions."]
+    return "\n".join(lines)
+
+
+def _group_text(group: str) -> str:
+    """Returns the list of a subcommand's modes."""
+    usage = f"usage: {PROGRAM} {group} {'[MODE]' if group in SUBCOMMANDS else 'MODE'} [OPTIONS]"
+    text = "\n".join([usage, "", *_listed(_modes(group))])
+    return f"{text}\n\n{_ADVICE[group]}" if group in _ADVICE else text
+
+
+def _versions() -> str:
+    """Returns the versions of this package, megatron-core, torch and Python as a line."""
+    versions = [f"megatron-adaptive {__version__}"]
+    for package in ("megatron-core", "torch"):
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
 def main() -> int:
-    """Runs the subcommand that the first command line argument names; returns the exit status."""
+    """Runs the subcommand that the command line names; returns the exit status."""
     open_streams()
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        return run_cli(_print_help, [])
-    if name not in _SUBCOMMANDS:
-        subcommands = ", ".join(_SUBCOMMANDS)
-        nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)
-        hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {subcommands}"
-        say(f"error: unknown subcommand {name!r}: {hint}")
-        return EXIT_EXPECTED_ERROR
-    module, _, function = _SUBCOMMANDS[name][0].partition(".")
+    return run_cli(_run)
+
+
+def _run(argv: Sequence[str]) -> int | None:
+    if not argv or argv[0] in _HELP:
+        print(_help_text())
+        return 0
+    if argv[0] == "--version":
+        print(_versions())
+        return 0
+    name = argv[0]
+    arguments = argv[1:]
+    modes = _modes(name)
+    if modes and arguments and (mode := f"{name} {arguments[0]}") in SUBCOMMANDS:
+        return _start(SUBCOMMANDS[mode], arguments[1:])
+    if name in SUBCOMMANDS:
+        if modes and arguments:
+            _check_misspelt_mode(name, arguments[0])
+            if arguments[0] in _HELP:
+                print(_group_text(name), end="\n\n")
+        return _start(SUBCOMMANDS[name], arguments)
+    if not modes:
+        raise _unknown_subcommand(name, arguments)
+    if not arguments or arguments[0] in _HELP:
+        print(_group_text(name))
+        return 0
+    raise _unknown_mode(name, arguments)
+
+
+def _unknown_subcommand(name: str, arguments: Sequence[str]) -> ConfigError:
+    if name in FORMER:
+        return _renamed(FORMER[name], arguments)
+    groups = dict.fromkeys(subcommand.partition(" ")[0] for subcommand in SUBCOMMANDS)
+    targets = {group: group for group in groups}
+    for subcommand in SUBCOMMANDS.values():
+        targets[subcommand.name] = subcommand.name
+        targets.setdefault(subcommand.name.rpartition(" ")[2], subcommand.name)
+        targets.setdefault(subcommand.former or subcommand.name, subcommand.name)
+    nearest = difflib.get_close_matches(name, targets, n=1)
+    hint = (
+        f"did you mean {targets[nearest[0]]}" if nearest else f"choose one of {', '.join(groups)}"
+    )
+    return ConfigError(f"unknown subcommand {name!r}: {hint}")
+
+
+def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
+    word = arguments[0]
+    former = FORMER.get(group)
+    if former is not None and (os.path.splitext(word)[1] or os.path.isfile(word)):
+        return _renamed(former, arguments)
+    modes = _modes(group)
+    nearest = _nearest_mode(modes, word)
+    names = ", ".join(mode.name.rpartition(" ")[2] for mode in modes)
+    hint = f"did you mean {nearest}" if nearest else f"choose one of {names}"
+    return ConfigError(f"{group}: unknown mode {word!r}: {hint}")
+
+
+def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
+    """Returns the name of the mode whose present or former name is most similar, or nothing."""
+    targets = {}
+    for mode in modes:
+        targets[mode.former] = mode.name
+        targets[mode.name.rpartition(" ")[2]] = mode.name
+    nearest = difflib.get_close_matches(word, [name for name in targets if name], n=1)
+    return targets[nearest[0]] if nearest else ""
+
+
+def _check_misspelt_mode(name: str, word: str) -> None:
+    """Raises an error for a word that resembles a mode and names no file or folder.
+
+    Args:
+        name: Subcommand that may be called without a mode.
+        word: First word after it. It may be the folder of a run.
+
+    Raises:
+        ConfigError: The word names nothing that exists, and a mode has a similar name.
+    """
+    if word.startswith("-") or "/" in word or os.path.exists(word):
+        return
+    if nearest := _nearest_mode(_modes(name), word):
+        raise ConfigError(f"{name}: there is no mode or folder {word!r}: did you mean {nearest}")
+
+
+def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:
+    command = shlex.join([*subcommand.name.split(), *arguments])
+    return ConfigError(f"subcommand {subcommand.former} is now: {command}")
+
+
+def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
+    """Imports the module of a subcommand and runs its function; returns the exit status."""
+    module, _, function = subcommand.function.partition(".")
     try:
         with interrupts_end_at_once():
             program = importlib.import_module(f"megatron.adaptive.cli.{module}")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("megatron.adaptive"):
             raise
-        say(f"error: {name} needs {error.name}: pip install {error.name}")
-        return EXIT_EXPECTED_ERROR
-    return run_cli(getattr(program, function or "main"), sys.argv[2:])
+        raise SetupError(
+            f"{subcommand.name} needs {error.name}: pip install {error.name}"
+        ) from None
+    status: int | None = getattr(program, function)(arguments)
+    return status
 
 
 if __name__ == "__main__":

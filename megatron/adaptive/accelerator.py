@@ -202,7 +202,8 @@ class CudaClock:
 
     def is_passed(self, mark: CudaMark) -> bool:
         """Returns whether the GPU has done all work that was queued before ``mark``."""
-        return mark.event.query()
+        is_passed: bool = mark.event.query()
+        return is_passed
 
     def wait(self, mark: CudaMark) -> None:
         """Sleeps until the device has done all work before ``mark``; releases the GIL meanwhile."""

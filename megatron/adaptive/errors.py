@@ -1,4 +1,4 @@
-"""Defines every exception that this package raises on purpose.
+"""Defines the tree of the exceptions that this package raises on purpose.
 
 ::
 
@@ -18,7 +18,7 @@
 A message is one line: what the user gave, what is wrong with it, and what to change. Messages from
 a distributed run also name rank, peer, stage, microbatch, elapsed time and time limit. Command line
 programs print such an error on one line and exit with status 2. Any other exception is a bug, and
-its traceback is printed.
+its traceback is printed. A module may define a subclass that only it raises.
 """
 
 from __future__ import annotations

@@ -454,8 +454,9 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 
         return cuda
 
-    for kind in (torch.Tensor, torch.nn.Module):
-        kind.cuda = unless_called_by_megatron(kind.cuda)  # type: ignore[method-assign]
+    kinds: tuple[Any, ...] = (torch.Tensor, torch.nn.Module)
+    for kind in kinds:
+        kind.cuda = unless_called_by_megatron(kind.cuda)
 
 
 def _substitute_tensor_type(finder: Finder) -> None:
@@ -581,7 +582,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     )
 
 
-class _AnyIndex(tuple):  # type: ignore[type-arg]
+class _AnyIndex(tuple[Any, ...]):
     """Tuple of one element, which it returns for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:

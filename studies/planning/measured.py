@@ -61,7 +61,7 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read with the files beside it ({type(error).__name__}: {error}):"
-            " see the forms of data sets in docs/planner.md"
+            " see the forms of data sets in docs/reference/planner.md"
         ) from error
 
 

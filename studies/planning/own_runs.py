@@ -167,7 +167,7 @@ class BusyError(RuntimeError):
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Train until enough iterations were quiet, at most ``ROUNDS`` times.
+    """Trains until enough iterations were quiet, at most ``ROUNDS`` times.
 
     What is needed to do without another run is kept in ``folder``.
 
@@ -228,7 +228,7 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
     Raises:
         RuntimeError: it failed.
     """
-    command = ["-m", "megatron.adaptive", "launch", "--standalone"]
+    command = ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
     return _watched([*command, *shape.flags(), *words], f"{shape}: the trainer", watch)
 
@@ -345,7 +345,7 @@ AnyWatch = TypeVar("AnyWatch", bound=Watch)
 def measure(
     folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
 ) -> Result:
-    """Run everything; the figures beside their goals, and one record for each plan.
+    """Runs all cases; returns the figures beside their goals, and one record for each plan.
 
     Args:
         folder: where the runs are kept, of 6 MB or so.

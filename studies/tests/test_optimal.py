@@ -45,7 +45,7 @@ State = dict[Any, int]
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Append cells in every possible order, each as early as it can; drop states that are worse."""
+    """Appends cells in every possible order, as early as they can run; drops worse states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:

@@ -32,7 +32,7 @@ def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSourc
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
-    """Make a checkpoint of it, as the nodes do."""
+    """Writes the snapshot as a checkpoint, as the nodes do."""
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0
     restore._folder(common).begin(source.step)

@@ -18,8 +18,9 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.reader import CheckpointReader
 from megatron.adaptive.checkpoint.safetensors import SINGLE
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
-from megatron.adaptive.config.adapters import ADAPTER_CONFIG, Base, adapter_arguments
+from megatron.adaptive.config.adapters import ADAPTER_CONFIG, Base, adapter_settings
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.families.registry import built_in_families
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
@@ -106,7 +107,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 def _train(folder: Path, words: str, world_size: int = 2) -> list[str]:
     """Trains a model; returns the loss of each iteration as it was printed."""
     log = folder / "train.log"
-    command = ["-m", "megatron.adaptive", "pretrain-gpt", *shlex.split(words)]
+    command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(words)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
     return re.findall(r"lm loss: (\S+)", log.read_text())
 
@@ -250,7 +251,7 @@ def test_other_kinds_of_adapters_are_refused(
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **keys}
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=words):
-        adapter_arguments(tmp_path, Base(family="llama", layers=4))
+        adapter_settings(tmp_path, Base(family=built_in_families()["llama"], layers=4))
 
 
 @pytest.mark.multiprocess
@@ -258,7 +259,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
     log = tmp_path / "train.log"
     words = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
     words += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
-    command = ["-m", "megatron.adaptive", "pretrain-gpt", *words.split()]
+    command = ["-m", "megatron.adaptive", "train", "rank", *words.split()]
     assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
     assert re.search(r"error: .*.*lora_A.weight has shape \[.*\] there and", log.read_text())
 
@@ -299,9 +300,10 @@ def test_a_pattern_is_resolved_as_peft_does(
         )
     }
     try:
-        words = adapter_arguments(tmp_path, Base(family=family, layers=4))
+        base = Base(family=built_in_families()[family], layers=4)
+        targets = adapter_settings(tmp_path, base)["lora_targets"]
     except ConfigError as error:
         message = str(error)
         assert not expected or "has no adapters here" in message
         return
-    assert words[-1].split(",") == sorted(expected)
+    assert targets.split(",") == sorted(expected)

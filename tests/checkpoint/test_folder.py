@@ -44,7 +44,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
 
 
 def reseal(manifest: Path, **values: object) -> None:
-    """Change a manifest as a program would that writes its checksum too."""
+    """Changes a manifest and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
     manifest.write_text(sealed([f"{json.dumps(n)}: {json.dumps(one)}" for n, one in body.items()]))
@@ -80,7 +80,7 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Write a checkpoint in a process that dies at a touch of the file system; whether it did."""
+    """Writes a checkpoint in a process that dies at a file operation; returns whether it died."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = moment
@@ -103,7 +103,7 @@ def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     folder: CheckpointFolder, iteration: int
 ) -> None:
-    """Kill the writer at its first, second, ... touch of the file system until it gets through."""
+    """Kills the writer at its first, second, ... file operation until it finishes."""
     write_checkpoint(folder, 10, b"old")
     seen = set()
     for moment in range(1, 80):

@@ -17,6 +17,7 @@ from megatron.adaptive.checkpoint.export import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.cli.pretrain_gpt import load_recipe, train
 from megatron.adaptive.config.arguments import parse, read_recipe
+from megatron.adaptive.config.families.registry import supported_types
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError
@@ -120,8 +121,7 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
     # A folder without them, as transformers writes it, is a model without.
-    _, words = load_config(models / "deepseek_v3")
-    assert "--mtp-num-layers" not in words
+    assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
 @pytest.mark.parametrize("name", tiny_models.FAMILIES)
@@ -130,6 +130,11 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
     export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
     for file in (SINGLE, "config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (models / name / file).read_bytes()
+
+
+def test_every_family_has_a_small_model() -> None:
+    """Kimi-K2 is DeepSeek-V3 under another name, and is tested below."""
+    assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
 def test_kimi_k2_is_read_and_written_as_deepseek_v3(models: Path, tmp_path: Path) -> None:
@@ -168,7 +173,7 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """``export-hf`` needs no folder named, also after a run of one's own."""
+    """``hf export`` needs no folder named, also after a run of one's own."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
@@ -315,7 +320,7 @@ def test_recipes_are_of_the_published_models(name: str, tmp_path: Path) -> None:
             recipe += [] if value is True else [str(value)]
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --seq-length 4096 --bf16"
     require_same(
-        parse([*recipe, *run.split()], world_size=1), load_config(tmp_path)[1], name, tmp_path
+        parse([*recipe, *run.split()], world_size=1), load_config(tmp_path).settings, name, tmp_path
     )
 
 

@@ -41,7 +41,7 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Send a step; whether it is said to be kept."""
+        """Sends a step; returns whether the keeper says that it is kept."""
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))

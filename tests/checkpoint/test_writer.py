@@ -19,6 +19,7 @@ from megatron.adaptive.checkpoint.writer import ShardWriter, write_file
 Make = Callable[..., Any]
 FLAGS: list[dict[str, str | None]] = [
     {},
+    {"swiglu": None},
     {"fp16": None, "swiglu": None},
     {"use_distributed_optimizer": None},
     {"no_save_optim": None, "no_save_rng": None},
@@ -41,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _random_states() -> Iterator[None]:
-    """Let other tests draw what they would have drawn."""
+    """Restores the states of random generators after each test."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])

@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the project; a hang fails the test."""
+    """Runs a program of the project; a hang fails the test."""
     return subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
@@ -132,14 +132,14 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_unknown_subcommand_names_the_nearest() -> None:
     said = complaint(run("-m", "megatron.adaptive", "lunch"))
-    assert "did you mean launch" in said
+    assert "did you mean job launch" in said
 
 
 @pytest.mark.multiprocess
 def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
     flags = SMALL.replace("--mock-data --vocab-size 100", f"--data-path {tmp_path}/corpus")
     done = run(
-        *"-m megatron.adaptive launch --standalone --nproc-per-node 2".split(),
+        *"-m megatron.adaptive job launch --standalone --nproc-per-node 2".split(),
         TRAINER,
         *flags.split(),
         *f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt".split(),
@@ -160,7 +160,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         command = [TRAINER, *SMALL.split()]
         alone = run_forked(command, folder=tmp_path, limit_s=60, variables=variables)
         launched = run(
-            *"-m megatron.adaptive launch --nproc-per-node 2 --master-addr 127.0.0.1".split(),
+            *"-m megatron.adaptive job launch --nproc-per-node 2 --master-addr 127.0.0.1".split(),
             *f"--master-port {port} {TRAINER} {SMALL}".split(),
         )
     for done in (alone, launched):
@@ -168,8 +168,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """As ``python -m megatron.adaptive flags | head -0``."""
-    words = [sys.executable, "-m", "megatron.adaptive", "flags"]
+    """As ``python -m megatron.adaptive train flags | head -0``."""
+    words = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
@@ -193,7 +193,7 @@ def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [48, 128])
 def test_too_few_files_are_said_before_ranks_start(limit: int, tmp_path: Path) -> None:
-    words = f"-m megatron.adaptive launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
+    words = f"-m megatron.adaptive job launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
     command = f"ulimit -n {limit}; exec {sys.executable} {words}"
     done = subprocess.run(
         ["bash", "-c", command],

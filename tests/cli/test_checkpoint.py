@@ -20,7 +20,7 @@ PIPELINE = {"seed": 1, "loss_scale": None, "extra": {}, "groups": [], "plain": {
 
 @pytest.fixture(params=[CheckpointFolder, PipelineFolder])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StepFolders:
-    """Return a folder with whole checkpoints of steps 1 and 2."""
+    """Returns a folder with whole checkpoints of steps 1 and 2."""
     found: StepFolders = request.param(tmp_path / "saved")
     for step in (1, 2):
         body = PIPELINE

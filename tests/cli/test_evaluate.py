@@ -117,7 +117,7 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"
-    words = ["-m", "megatron.adaptive", "pretrain-gpt", "--load-hf", str(folder), *run.split()]
+    words = ["-m", "megatron.adaptive", "train", "rank", "--load-hf", str(folder), *run.split()]
     done = run_forked([*words, *tokens, *more], folder=tmp_path, limit_s=200, variables=forking())
     assert done.returncode == 0, done.stderr
     text = tmp_path / "text.jsonl"

@@ -13,7 +13,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 
 
 def test_the_document_is_up_to_date() -> None:
-    remedy = "run python -m megatron.adaptive flags > docs/flags.md"
+    remedy = "run python -m megatron.adaptive train flags > docs/flags.md"
     assert DOCUMENT.read_text(encoding="utf-8") == flags_markdown(), remedy
 
 

@@ -74,7 +74,7 @@ def test_names_in_traces_reach_no_terminal_sheet_or_page(
     for words in (
         ["trace", str(traces), *views],
         ["trace", "diagnose", str(traces)],
-        ["top", str(traces), "--once"],
+        ["job", "top", str(traces), "--once"],
     ):
         assert run(capsys, monkeypatch, *words) == 0
         said = capsys.readouterr()
@@ -119,11 +119,14 @@ def test_a_job_whose_files_hold_anything_is_reported(
     for name in (*record, ""):
         record_text = json.dumps({**record, name: wrong} if name else wrong)
         (job / "run.json").write_text(record_text)
-        for words in (["status", "job", "--log-dir", str(job.parent)], ["top", str(job), "--once"]):
+        for words in (
+            ["job", "status", "job", "--log-dir", str(job.parent)],
+            ["job", "top", str(job), "--once"],
+        ):
             assert run(capsys, monkeypatch, *words) in (0, 1)
             said = capsys.readouterr()
             assert CONTROLS.findall(said.out + said.err) == []
-    assert run(capsys, monkeypatch, "report", str(job)) == 0
+    assert run(capsys, monkeypatch, "job", "report", str(job)) == 0
     state = tmp_path / "elastic" / "state.json"
     state.parent.mkdir()
     whole = {
@@ -137,7 +140,7 @@ def test_a_job_whose_files_hold_anything_is_reported(
     assert "epochs" in render_state(read_state(tmp_path))
     for name in whole:
         state.write_text(json.dumps({**whole, name: wrong}))
-        status = run(capsys, monkeypatch, "run", "--status", str(tmp_path))
+        status = run(capsys, monkeypatch, "train", "elastic", "--status", str(tmp_path))
         said = capsys.readouterr()
         assert status in (0, 2)
         assert CONTROLS.findall(said.out + said.err) == []

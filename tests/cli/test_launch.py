@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
+                *(sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"),
                 *("--nproc-per-node", str(ranks), str(script)),
             ],
             env={**variables, "PYTHONPATH": str(ROOT)},
@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end; returns status, stdout and stderr."""
+    """Waits for the end; returns status, stdout and stderr."""
     stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     return process.returncode, stdout, stderr
 
@@ -212,7 +212,7 @@ with StopRequest() as stop:
 @pytest.mark.multiprocess
 def test_ranks_save_when_the_terminal_is_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SAVING_SCRIPT)
-    words = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+    words = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)

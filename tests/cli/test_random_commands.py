@@ -61,36 +61,36 @@ COMMANDS = (
         numbers="--tp --top --tokens --global-batch-size",
         paths="--cluster --profile",
     ),
-    Command("validate", paths="--data"),
+    Command("plan validate", paths="--data"),
     Command("trace", paths="TRACE"),
     Command("trace diagnose", paths="TRACE"),
-    Command("process-trace", paths="--run-dir"),
-    Command("visualize-trace", paths="--run-dir"),
-    Command("top --once", numbers="--interval --width", paths="TRACE"),
-    Command("report", paths="TRACE"),
-    Command("status job", paths="--log-dir"),
-    Command("submit --dry-run", paths="TRACE"),
-    Command("run", numbers="--max-restarts --wait", paths="--machines --status"),
+    Command("trace process", paths="--run-dir"),
+    Command("trace draw", paths="--run-dir"),
+    Command("job top --once", numbers="--interval --width", paths="TRACE"),
+    Command("job report", paths="TRACE"),
+    Command("job status job", paths="--log-dir"),
+    Command("job submit --dry-run", paths="TRACE"),
+    Command("train elastic", numbers="--max-restarts --wait", paths="--machines --status"),
     Command("checkpoint list", paths="TRACE"),
     Command("checkpoint verify", paths="TRACE"),
-    Command("import-hf", paths="TRACE"),
-    Command("export-hf", paths="TRACE"),
+    Command("hf import", paths="TRACE"),
+    Command("hf export", paths="TRACE"),
     Command("evaluate --prompt a", numbers="--tokens --nproc-per-node", paths="--load-hf"),
     Command("profile --output p --model gpt2", numbers="--tp --repeats"),
     Command("doctor", numbers="--master-port"),
     Command("transport --check", numbers="--seconds", choices="--transport"),
-    Command("run-single", numbers="--pipeline_parallel", choices="--schedule"),
-    Command("launch", numbers="--nproc-per-node --nnodes", paths="TRACE"),
-    Command("train", paths="TRACE"),
-    Command("make-corpus --output-dir {f}/made", numbers="--vocab-size --workers --max-bytes"),
+    Command("train single", numbers="--pipeline_parallel", choices="--schedule"),
+    Command("job launch", numbers="--nproc-per-node --nnodes", paths="TRACE"),
+    Command("train recipe", paths="TRACE"),
+    Command("data corpus --output-dir {f}/made", numbers="--vocab-size --workers --max-bytes"),
     Command(
-        "preprocess-data --input {f}/layers.json --output-prefix {f}/o",
+        "data preprocess --input {f}/layers.json --output-prefix {f}/o",
         numbers="--workers",
         paths="--vocab-file",
     ),
-    Command("node master --nproc-per-node 1", numbers="--master-port --timeout", paths="TRACE"),
-    Command("node worker", numbers="--master-port --node-rank --timeout"),
-    Command("flags", paths="TRACE"),
+    Command("job node master --nproc-per-node 1", numbers="--master-port --timeout", paths="TRACE"),
+    Command("job node worker", numbers="--master-port --node-rank --timeout"),
+    Command("train flags", paths="TRACE"),
 )
 
 
@@ -100,7 +100,7 @@ def trainer() -> Command:
     single = [one for one in specs if not (one.many or one.reader or one.is_switch)]
     numbers = [one.name for one in single if one.base in (int, float)]
     choices = [one.name for one in single if one.choices]
-    return Command(f"pretrain-gpt {_TRAINER}", " ".join(numbers), " ".join(choices))
+    return Command(f"train rank {_TRAINER}", " ".join(numbers), " ".join(choices))
 
 
 def draw_words(draw: random.Random) -> list[str]:
@@ -171,17 +171,17 @@ def test_wrong_command_lines_end_with_one_line(
     assert not wrong, "\n".join([f"{len(wrong)} of {COUNT}:", *wrong])
 
 
-@pytest.mark.parametrize("name", list(program._SUBCOMMANDS))
+@pytest.mark.parametrize("name", list(program.SUBCOMMANDS))
 def test_help_ends_with_status_0(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, errors = run([name, "--help"], capsys)
+    status, errors = run([*name.split(), "--help"], capsys)
     assert (status, errors) == (0, "")
 
 
 def test_an_empty_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs" / "job").mkdir(parents=True)
     for words in (
-        ["status", "job", "--log-dir", str(tmp_path / "logs")],
-        ["top", str(tmp_path / "logs" / "job"), "--once"],
+        ["job", "status", "job", "--log-dir", str(tmp_path / "logs")],
+        ["job", "top", str(tmp_path / "logs" / "job"), "--once"],
         ["trace", str(tmp_path / "logs" / "job")],
         ["checkpoint", "list", str(tmp_path / "logs" / "job")],
     ):

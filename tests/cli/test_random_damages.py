@@ -151,11 +151,17 @@ SUBJECTS = (
     Subject("schedule table", "order.csv", lambda f: schedule_file.load(f / "order.csv")),
     Subject("cluster", "cluster.yaml", lambda f: read_cluster(f / "cluster.yaml")),
     Subject("trace", "traces/trace_rank_00000.jsonl", _traces),
-    Subject("trace of top", "traces/trace_rank_00001.jsonl", _command("top", "{f}", "--once")),
-    Subject("state", "elastic/state.json", _command("run", "--status", "{f}")),
-    Subject("record", "logs/job/run.json", _command("status", "job", "--log-dir", "{f}/logs")),
     Subject(
-        "progress", "logs/job/progress.jsonl", _command("status", "job", "--log-dir", "{f}/logs")
+        "trace of top", "traces/trace_rank_00001.jsonl", _command("job", "top", "{f}", "--once")
+    ),
+    Subject("state", "elastic/state.json", _command("train", "elastic", "--status", "{f}")),
+    Subject(
+        "record", "logs/job/run.json", _command("job", "status", "job", "--log-dir", "{f}/logs")
+    ),
+    Subject(
+        "progress",
+        "logs/job/progress.jsonl",
+        _command("job", "status", "job", "--log-dir", "{f}/logs"),
     ),
 )
 

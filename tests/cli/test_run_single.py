@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_made(
     assert "--runs-dir" in stderr
 
 
-# ``run-single`` with a third of the corpus.
+# ``train single`` with a third of the corpus.
 START = """
 import sys
 from megatron.adaptive.cli import common, run_single

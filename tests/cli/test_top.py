@@ -1,4 +1,4 @@
-"""``top`` as a user runs it: one frame, and a terminal."""
+"""``job top`` as a user runs it: one frame, and a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.adaptive.trace.trace_format import trace_file_name
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]
+COMMAND = [sys.executable, "-m", "megatron.adaptive", "job", "top"]
 # A session of its own with its terminal, so that Ctrl-C there is a signal.
 ADOPT = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Let ranks say what they do."""
+    """Writes the activity of each rank, as the ranks do."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from openpyxl import load_workbook
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.trace import main
+from megatron.adaptive.cli.trace import diagnose_run, main
 from megatron.adaptive.trace.legacy_text import write_legacy
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
@@ -30,10 +31,14 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "traces"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str,
+    program: Callable[[Sequence[str]], int] = main,
+) -> str:
     """The one line that a refused call prints; nothing is written."""
     before = sorted(Path().rglob("*"))
-    assert run_cli(main, arguments) == 2
+    assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("error: ")
@@ -103,12 +108,13 @@ def test_iterations_and_replica_are_chosen(
 
 
 def test_diagnose(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", "traces"]) == 0
+    assert diagnose_run(["traces"]) == 0
     assert capsys.readouterr().out.strip()
-    assert main(["diagnose", "traces", "--json", "--iterations", "2-5"]) == 0
+    assert diagnose_run(["traces", "--json", "--iterations", "2-5"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
-    assert "it has 1-5" in refused(capsys, "diagnose", "traces", "--iteration", "8")
-    assert "does not exist" in refused(capsys, "diagnose", "missing")
+    beyond = refused(capsys, "traces", "--iteration", "8", program=diagnose_run)
+    assert "it has 1-5" in beyond
+    assert "does not exist" in refused(capsys, "missing", program=diagnose_run)
 
 
 def test_the_text_form_has_views_and_a_diagnosis(
@@ -119,7 +125,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
     assert main([text, "--format", "xlsx,png,perfetto,tensorboard", "--output-dir", "out"]) == 0
     names = {path.name for path in Path("out").iterdir()}
     assert names == {f"{NAME}{end}" for end in (".xlsx", ".png", ".json.gz", "_tensorboard")}
-    assert main(["diagnose", text]) == 0
+    assert diagnose_run([text]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -136,7 +142,6 @@ def test_the_text_form_has_views_and_a_diagnosis(
         (["traces", "--format", "no_such_module:x"], "cannot be imported: ModuleNotFoundError"),
         (["traces", "--format", "html,json:nothing"], "has no 'nothing'"),
         (["nowhere"], "nowhere does not exist"),
-        ([], "no trace found: neither runs/latest nor"),
         (["traces", "--zoom"], "unrecognized arguments: --zoom"),
     ],
 )

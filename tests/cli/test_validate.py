@@ -1,4 +1,4 @@
-"""``validate`` on runs of one's own: plans read from traces, and what it refuses."""
+"""``plan validate`` on runs of one's own: plans read from traces, and what it refuses."""
 
 from __future__ import annotations
 

@@ -37,7 +37,15 @@ def command(
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
     """The command line of a manager."""
-    words = [sys.executable, "-m", "megatron.adaptive", "run", "--machines", str(machines)]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "train",
+        "elastic",
+        "--machines",
+        str(machines),
+    ]
     words += ["--checkpoint", str(checkpoints), *own, str(script)]
     return [*words, *flags, *extra]
 
@@ -76,7 +84,7 @@ class JobFolder:
         ]
 
     def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
-        """Wait for something to become true."""
+        """Waits until a condition is true."""
         end_s = time.monotonic() + limit_s
         while not condition():
             self.watch(what)
@@ -84,7 +92,7 @@ class JobFolder:
             time.sleep(0.05)
 
     def watch(self, what: str) -> None:
-        """Look at the job while something is waited for."""
+        """Observes the job while a test waits; does nothing by default."""
 
     def said(self) -> str:
         """All logs, which lie beside the checkpoints as text."""
@@ -136,7 +144,7 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Write other nodes into the machines file and tell the manager."""
+        """Writes other nodes into the machines file and tells the manager."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
@@ -157,7 +165,7 @@ class ElasticJob(JobFolder):
         return found.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Wait until an epoch has done some steps; returns the last."""
+        """Waits until an epoch has done some steps; returns the number of the last one."""
         what = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, what)
         return max(self.steps(incarnation))
@@ -168,7 +176,7 @@ class ElasticJob(JobFolder):
         return dict(self.state()["epochs"][number - 1])
 
     def lose(self, *names: str) -> None:
-        """Kill all of some nodes at once, without notice."""
+        """Kills all processes of some nodes at the same time, without notice."""
         family = []
         for name in names:
             agent = psutil.Process(self.agent(name))
@@ -179,7 +187,7 @@ class ElasticJob(JobFolder):
         wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
-        """Have the job save and end; nothing of it is left."""
+        """Stops the job after it has saved; checks that no process is left."""
         self.manager.send_signal(signal.SIGTERM)
         assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
         assert self.left_behind() == []
@@ -204,7 +212,7 @@ class ElasticJob(JobFolder):
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def check_losses(self, folder: Path, first: int, *more: str) -> int:
-        """Compare every step after an iteration, those done twice too; returns the last one."""
+        """Compares each step after an iteration, also those done twice; returns the last step."""
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
         assert set(expected) == {one for one in done if one > first}
@@ -217,7 +225,7 @@ class ElasticJob(JobFolder):
         return max(done)
 
     def end(self, limit_s: float = 150.0) -> int:
-        """Wait for the end of the job; returns its status."""
+        """Waits for the end of the job; returns its status."""
         self._remember()
         return self.manager.wait(limit_s)
 
@@ -235,7 +243,7 @@ class ElasticJob(JobFolder):
         return [str(one) for one in self._family.values() if one.is_running()]
 
     def close(self) -> None:
-        """End whatever is left."""
+        """Ends all processes that are left."""
         self._remember()
         for one in [*self._family.values()]:
             if one.is_running():

@@ -46,7 +46,15 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
         return done == incarnation and state["epochs"][-1]["step_s"] is not None
 
     for node in nodes.all:
-        own = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]
+        own = [
+            sys.executable,
+            "-m",
+            "megatron.adaptive",
+            "train",
+            "elastic",
+            "--checkpoint",
+            str(checkpoints),
+        ]
         own += ["--name", node.name, "--slots", "1", "--nodes", "2", "--max-restarts", "1"]
         own += [str(TRAINER), *FLAGS, "--train-iters", "99999", "--save-interval", "20"]
         own += ["--save-local", str(disks), "--keep-checkpoints", "3"]

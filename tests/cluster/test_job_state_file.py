@@ -15,7 +15,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
-    """Append lines as a rank does."""
+    """Appends lines as a rank does."""
     folder.mkdir(exist_ok=True)
     with (folder / PROGRESS_NAME).open("a") as file:
         file.write("\n".join(json.dumps({"unix_ns": at, **one}) for at, one in enumerate(lines)))

@@ -56,7 +56,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Wait until an incarnation has done so many steps."""
+    """Waits until an incarnation has done this number of steps."""
 
     def done() -> bool:
         return len({one["step"] for one in told(folder) if one["epoch"] == incarnation}) >= steps

@@ -99,7 +99,7 @@ def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
     (node,) = [
         one
         for one in master.processes()
-        if one.cmdline()[2:5] == ["megatron.adaptive", "node", "master"]
+        if one.cmdline()[2:6] == ["megatron.adaptive", "job", "node", "master"]
     ]
     node.send_signal(signal.SIGTERM)
     outcomes = [finish(pod) for pod in pods]

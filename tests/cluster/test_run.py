@@ -174,7 +174,15 @@ def test_a_job_without_state_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "train",
+        "elastic",
+        "--checkpoint",
+        str(checkpoints),
+    ]
     words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
     trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
     job = JobFolder(checkpoints)

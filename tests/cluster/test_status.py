@@ -22,7 +22,7 @@ SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_paral
 
 
 def write(folder: Path, *lines: dict[str, Any], age_s: float = 0.0) -> None:
-    """Append lines as the rank that writes does."""
+    """Appends lines as the rank that writes does."""
     with (folder / "progress.jsonl").open("a") as file:
         for one in lines:
             file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **one}) + "\n")

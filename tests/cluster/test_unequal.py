@@ -27,7 +27,7 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
-    """Wait until a job has trained a few steps in the shape that it took for a reason."""
+    """Waits until a job has trained a few steps in the shape chosen for this reason."""
 
     def found() -> list[dict[str, Any]]:
         incarnations = job.state().get("epochs", [])

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.config.arguments import flag_words, parse
+from megatron.adaptive.config.families.registry import built_in_families
+from megatron.adaptive.config.families.weight_names import OUTER
 from megatron.adaptive.config.hugging_face import load_config
+from megatron.adaptive.config.trainer import flag_specs
 from megatron.adaptive.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -67,7 +71,7 @@ del NEOX["rms_norm_eps"]
 
 def _words(folder: Path, document: dict[str, Any]) -> list[str]:
     (folder / "config.json").write_text(json.dumps(document))
-    return load_config(folder)[1]
+    return flag_words(load_config(folder).settings)
 
 
 def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -117,6 +121,7 @@ def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
         (LLAMA, {"num_key_value_heads": 2.5}, "num_key_value_heads is 2.5: it must be a whole"),
         (LATENT, {"first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5: it must be a"),
         (GEMMA, {"sliding_window": 63.5}, "sliding_window is 63.5: it must be a whole number"),
+        (MIXTRAL, {"sliding_window": -5}, "sliding_window is -5: it must be a whole number from 0"),
         (GEMMA, {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is -4: it must be above 0"),
         (
             LLAMA,
@@ -237,3 +242,53 @@ def test_the_text_part_of_several_kinds_of_input_is_named(
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert _words(tmp_path, {**LATENT, "model_type": "kimi_k2"}) == _words(tmp_path, LATENT)
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    [
+        (LATENT, {"shared_expert_intermediate_size": 8}),
+        (QWEN, {"attention_bias": False}),
+        (MIXTRAL, {"norm_topk_prob": True}),
+    ],
+)
+def test_each_flag_of_a_model_is_written_once(
+    document: dict[str, Any], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """The trainer refuses a file of flags that has one twice."""
+    flags = [word for word in _words(tmp_path, {**document, **keys}) if word.startswith("--")]
+    assert len(flags) == len({*flags})
+
+
+def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -> None:
+    """The file of flags that a checkpoint carries gives the same run as the folder."""
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+    for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
+        words = _words(tmp_path, document)
+        settings = load_config(tmp_path).settings
+        from_words = parse([*run, *words], world_size=1)
+        assert from_words == parse(run, world_size=1, settings=settings)
+        assert from_words.model == parse([*run, "--load-hf", str(tmp_path)], world_size=1).model
+
+
+def test_each_family_is_described_by_a_file_of_its_folder() -> None:
+    families = built_in_families()
+    assert {type(family).__module__.rpartition(".")[0] for family in families.values()} == {
+        "megatron.adaptive.config.families"
+    }
+    settings = flag_specs().keys()
+    for name, family in families.items():
+        assert name in family.model_types
+        assert {*family.settings, *family.keys, *family.needed} <= settings
+        assert family.nearest in families
+        # One name outside of layers for each module, and all that a model needs.
+        assert all(len(names) == 1 for names in family.outer_modules.values())
+        assert family.missing_feature or {*OUTER.values()} <= family.outer_modules.keys()
+
+
+def test_of_several_contradictions_the_first_of_the_folder_is_named(tmp_path: Path) -> None:
+    _words(tmp_path, LLAMA)
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+    wrong = "--kv-channels 5 --hidden-size 6 --encoder-num-layers 3 --ffn-hidden-size 7".split()
+    with pytest.raises(ConfigError, match="--encoder-num-layers 3 contradicts --load-hf .* 4:"):
+        parse([*run, *wrong, "--load-hf", str(tmp_path)], world_size=1)

@@ -34,7 +34,7 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Build the samples of a prefix, or of several, with the given settings changed."""
+    """Builds the samples of a prefix, or of several, with the given settings changed."""
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
@@ -47,7 +47,7 @@ def _build(
 
 
 def _train(prefix: object, tmp_path: Path, samples: int, **changes: Any) -> Samples:
-    """Build training samples alone, of all documents."""
+    """Builds training samples of all documents, without validation and test samples."""
     settings: dict[str, Any] = {"split": "1", **changes}
     train, _, _ = _build(prefix, tmp_path, NullTokenizer(200), (samples, 0, 0), **settings)
     assert train is not None

@@ -79,7 +79,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """Draw a pipeline."""
+    """Draws a random pipeline."""
     ranks = rng.randint(2, 5)
     if rng.random() < 0.8:
         name = rng.choice(RULES)
@@ -163,7 +163,7 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Return what went wrong, empty if nothing did."""
+        """Returns the failure as text, empty if there is none."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
@@ -244,7 +244,7 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Run the actions as the executor does, in two places that take turns."""
+        """Runs the actions as the executor does, in two lanes that take turns."""
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -297,7 +297,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, what: str) -> Meeting:
-        """Begin the member's next exchange, which must be the same on the whole group."""
+        """Begins the member's next exchange, which must be the same on the whole group."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(what)
@@ -325,7 +325,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Run random pipelines; return what went wrong in which."""
+    """Runs random pipelines; returns the failure of each that failed."""
     found = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

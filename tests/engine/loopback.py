@@ -141,7 +141,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Run every rank in a thread of its own; raises the first error of any."""
+    """Runs every rank in a thread of its own; raises the first error of any rank."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -194,7 +194,7 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Run one step of every rank, each in its thread."""
+        """Runs one step of every rank, each in its thread."""
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)

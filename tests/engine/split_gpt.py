@@ -58,7 +58,7 @@ def job() -> Iterator[None]:
 
 
 def seed() -> None:
-    """Start all random numbers anew."""
+    """Sets the seeds of all random generators."""
     torch.manual_seed(5)
     tensor_parallel.model_parallel_cuda_manual_seed(5)
 
@@ -92,7 +92,7 @@ def build(
     settings: DistributedDataParallelConfig | None = None,
     spec: ModuleSpec | None = None,
 ) -> list[Any]:
-    """Build chunks that start from the same weights."""
+    """Builds chunks with the same initial weights."""
     seed()
     spec = spec or get_gpt_layer_local_spec()
     predicting = get_gpt_mtp_block_spec(core, spec, False) if core.mtp_num_layers else None
@@ -155,7 +155,7 @@ def make_stages(
 
 
 def drive(stages: Any, order: Order, num_chunks: int) -> None:
-    """Run actions and carry the tensors between the chunks of one rank."""
+    """Runs actions and passes tensors between the chunks of one rank."""
     carried: dict[tuple[Any, ...], torch.Tensor] = {}
     for kind, chunk, microbatch, *piece in order:
         if kind == "F":
@@ -187,7 +187,7 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 
 
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
-    """Add the weight gradients of each backward ``late`` backwards of its chunk after it."""
+    """Adds the weight gradients of each backward ``late`` backwards of its chunk after it."""
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}
 
@@ -208,7 +208,7 @@ def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...
 
 
 def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
-    """Run one step as ``ForwardBackward`` and the training loop do, without an optimizer."""
+    """Runs one step as ``ForwardBackward`` and the training loop do, without an optimizer."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     seed()
@@ -222,7 +222,7 @@ def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
 
 
 def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Return copies of all ``main_grad`` by chunk and name."""
+    """Returns copies of all ``main_grad`` by chunk and name."""
     return {
         f"{number} {name}": parameter.main_grad.clone()
         for number, chunk in enumerate(chunks)
@@ -231,7 +231,7 @@ def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare to the last bit, and that there is something to compare."""
+    """Checks that two sets of gradients are not empty and are equal bit for bit."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().sum() > 0, name

@@ -56,7 +56,7 @@ def one_process() -> Iterator[None]:
 
 
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
-    """Compare a model's split step with a whole one, then its own whole step."""
+    """Compares a model's split step with a whole step of another model, then with its own."""
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
@@ -73,7 +73,7 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Build chunks that hold reductions back until the last backward where they overlap it."""
+    """Builds chunks that delay their reductions to the last backward pass, if they overlap."""
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
         core.no_sync_func = [chunk.no_sync for chunk in chunks]

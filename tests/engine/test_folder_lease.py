@@ -30,7 +30,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Let the last claim look as if another process had made it."""
+    """Changes facts of the last claim, as if another process had made it."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
     del claim["sum"]  # as claims of former versions
@@ -193,7 +193,7 @@ def test_processes_of_a_manager_have_the_folder_until_it_goes_on_without_them(
     rank.require()
     assert manager.advance()
     manager.require()
-    with pytest.raises(LeaseTakenError, match="run --status"):
+    with pytest.raises(LeaseTakenError, match="train elastic --status"):
         rank.require()
     assert not rank.advance()
 

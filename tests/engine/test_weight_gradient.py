@@ -30,7 +30,7 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Run forward and backward of a row of layers."""
+    """Runs the forward and backward passes of a row of layers."""
     hidden = torch.randn(ROWS, WIDTH)
     for one in weights:
         hidden = torch.tanh(defer(LinearCall(one, None), hidden, store))

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def mistakes(value: Any, fields: Any, place: str = "$") -> Iterator[str]:
-    """Yield what is wrong, each with its place; see the head of ``jobset.fields.yaml``."""
+    """Yields the mistakes of a manifest with their places (see ``jobset.fields.yaml``)."""
     if isinstance(fields, str):
         if not _is(value, fields):
             yield f"{place}: {value!r} is not {fields}"

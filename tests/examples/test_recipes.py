@@ -165,7 +165,7 @@ def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Pat
             given["load"] = folder / tasks[number - 1]
         log = folder / f"{task}.log"
         words = [f"{name}={value}" for name, value in given.items()]
-        command = ["-m", "megatron.adaptive", "train", str(path), *words]
+        command = ["-m", "megatron.adaptive", "train", "recipe", str(path), *words]
         assert run_ranks(command, world_size=ranks, log=log, limit_s=120) == 0, tail(log)
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
         assert len(losses) == 3

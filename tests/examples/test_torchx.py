@@ -43,7 +43,7 @@ def test_it_keeps_the_rules_for_components(tree: ast.Module) -> None:
 
 
 def start_of(tree: ast.Module, replica: str) -> str:
-    """Return what a container runs, as TorchX puts it together."""
+    """Returns the command of a container, as TorchX builds it."""
     (text,) = (
         node.value.value
         for node in tree.body

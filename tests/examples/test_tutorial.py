@@ -16,7 +16,7 @@ from ..multiprocess.launch import NODES, ROOT, forking
 
 NOTEBOOK = ROOT / "examples" / "slow_cluster.ipynb"
 PAGE = ROOT / "docs" / "tutorial.md"
-CORPUS = "make-corpus --vocab-size 4096"
+CORPUS = "data corpus --vocab-size 4096"
 VARIABLES = {"TUTORIAL_STEPS": "20", "JUPYTER_PLATFORM_DIRS": "1"}
 
 

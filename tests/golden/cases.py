@@ -42,7 +42,7 @@ V_SPLIT = f"{CHUNKS} --pipeline-schedule zb-v"
 FP16 = "--fp16 --initial-loss-scale 1024"
 SHARDED = "--bf16 --use-distributed-optimizer"
 
-CORPUS = "make-corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
+CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
 # By name of the checkpoint: other ranks and flags that it is loaded with.
 RESUMED = {
@@ -110,12 +110,12 @@ ANSWERS: dict[str, list[str]] = {
     ],
     "trace-latest": ["trace", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-text": [
-        *("process-trace", "--run-dir", "trace_pipeline_2_model_chunks_2.txt"),
+        *("trace", "process", "--run-dir", "trace_pipeline_2_model_chunks_2.txt"),
         *("--output-dir", "drawn", "--json"),
     ],
     "diagnosis": ["trace", "diagnose", "runs/golden", "--json"],
     "diagnosis-of-a-fault": ["trace", "diagnose", "synthetic", "--json"],
-    "top": ["top", "runs/golden", "--once", "--width", "100"],
+    "top": ["job", "top", "runs/golden", "--once", "--width", "100"],
     "plan-yaml": [*PLAN, "--model", "model.yaml", "--cluster", "cluster.yaml"],
     "plan-toml": [*PLAN, "--model", "model.toml", "--cluster", "cluster.toml"],
     "plan-profile": [
@@ -135,14 +135,14 @@ ANSWERS: dict[str, list[str]] = {
         *("simulate", "--stages", "2", "--chunks", "2", "--microbatches", "4", "--draws", "3"),
         *("--profile", "times.json"),
     ],
-    "submit": ["submit", "conf.sh", "--dry-run"],
-    "submit-plan": ["submit", "plan-conf.sh", "--dry-run"],
-    "submit-plan-variables": ["submit", "plan-variables-conf.sh", "--dry-run"],
-    "submit-stages": ["submit", "plan-conf.sh", "--plan", "stages.json", "--dry-run"],
-    "status": ["status", "pods", "--log-dir", "logs", "--json"],
-    "elastic-trainer": ["run", "--status", "elastic-trainer"],
-    "elastic-script": ["run", "--status", "elastic-script"],
-    "elastic-script-json": ["run", "--status", "elastic-script", "--json"],
+    "submit": ["job", "submit", "conf.sh", "--dry-run"],
+    "submit-plan": ["job", "submit", "plan-conf.sh", "--dry-run"],
+    "submit-plan-variables": ["job", "submit", "plan-variables-conf.sh", "--dry-run"],
+    "submit-stages": ["job", "submit", "plan-conf.sh", "--plan", "stages.json", "--dry-run"],
+    "status": ["job", "status", "pods", "--log-dir", "logs", "--json"],
+    "elastic-trainer": ["train", "elastic", "--status", "elastic-trainer"],
+    "elastic-script": ["train", "elastic", "--status", "elastic-script"],
+    "elastic-script-json": ["train", "elastic", "--status", "elastic-script", "--json"],
 }
 
 
@@ -164,7 +164,7 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Run jobs one after the other in a folder, which relative paths start from.
+    """Runs jobs one after the other in a folder, from which relative paths start.
 
     Returns:
         By name of the job, the status of the first rank that failed, 0 if none did, and what the
@@ -181,7 +181,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
 
 def machine() -> dict[str, str]:
-    """Return what sums of floating-point numbers depend on."""
+    """Returns the facts about this machine on which sums of floating-point numbers depend."""
     import torch
 
     return {
@@ -193,19 +193,19 @@ def machine() -> dict[str, str]:
 
 
 def _vendor() -> str:
-    """Return the maker of the processor, by which MKL chooses its kernels."""
+    """Returns the maker of the processor, by which MKL chooses its kernels."""
     found = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
     return found.group(1) if found else ""
 
 
 def extract(path: Path, folder: Path) -> None:
-    """Unpack an archive into a folder."""
+    """Unpacks an archive into a folder."""
     with tarfile.open(path) as packed:
         packed.extractall(folder, filter="data")
 
 
 def unpack(folder: Path) -> None:
-    """Unpack all golden files."""
+    """Unpacks all golden files."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
     # Parts on a node's own disk are known by the shared folder's name and path.
@@ -215,7 +215,7 @@ def unpack(folder: Path) -> None:
 
 
 def run_jobs_of(given: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Return jobs that write their progress in a folder of their name."""
+    """Returns jobs that write their progress to a folder with their name."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir told-{name}")
         for name, (ranks, flags) in given.items()
@@ -223,7 +223,7 @@ def run_jobs_of(given: Mapping[str, tuple[int, str]]) -> list[Job]:
 
 
 def resume_jobs() -> list[Job]:
-    """Return jobs that go on from each checkpoint of the trainer."""
+    """Returns jobs that continue from each checkpoint of the trainer."""
     given = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
@@ -235,7 +235,7 @@ def resume_jobs() -> list[Job]:
 
 
 def pipeline_jobs() -> list[Job]:
-    """Return the jobs of a Pipeline."""
+    """Returns the jobs of a Pipeline."""
     return [
         Job(name=name, ranks=ranks, script={"told": f"told-{name}", **told})
         for name, (ranks, told) in PIPELINES.items()
@@ -243,7 +243,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return what the jobs told, numbers in full precision."""
+    """Returns the figures that the jobs wrote, with full precision."""
     found: dict[str, Any] = {}
     for job in jobs:
         told = folder / f"told-{job.name}"
@@ -265,20 +265,20 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Return the command of a job of a script that goes on to a step."""
+    """Returns the command of a script's job that continues up to a step."""
     told = json.dumps({**ELASTIC_SCRIPT, "total": total})
-    words = ["run", "--machines", "machines.txt", "--checkpoint", checkpoints]
+    words = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*words, str(SCRIPT), told]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
-    """Return what the job of :func:`elastic_words` told last."""
+    """Returns the last figures of the job of :func:`elastic_words`."""
     told: dict[str, Any] = json.loads((folder / "told-elastic" / "rank-0.json").read_text())
     return told
 
 
 def command(words: Sequence[str]) -> tuple[int, str, str]:
-    """Run ``python -m megatron.adaptive`` in this process.
+    """Runs ``python -m megatron.adaptive`` in this process.
 
     Returns:
         Exit status, standard output, standard error.
@@ -296,7 +296,7 @@ def command(words: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Run a command of :data:`ANSWERS` in the present folder, where the golden files are.
+    """Runs a command of :data:`ANSWERS` in the current folder, which has the golden files.
 
     Returns:
         Its output without what depends on time and place, parsed if it is JSON.
@@ -311,6 +311,9 @@ def answer(name: str) -> Any:
                 told.pop(key, None)
         return told
     lines = [re.sub(r"\b\d+ s ago", "AGO", line.rstrip()) for line in output.splitlines()]
-    if ANSWERS[name][0] == "submit":  # the rest of the script does not depend on what was read
+    if ANSWERS[name][:2] == [
+        "job",
+        "submit",
+    ]:  # the rest of the script does not depend on what was read
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

@@ -1,4 +1,4 @@
-"""Trains a small Pipeline; a script of ``python -m megatron.adaptive run``, and imported by ranks.
+"""Trains a small Pipeline; a script of ``train elastic``, and imported by ranks.
 
 Its argument is JSON: ``told`` names a folder for what each rank tells, ``total`` counts steps.
 """
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of ``tokens`` (``[B, S] int64``)."""
+        """Returns the mean loss of ``tokens`` (``[B, S] int64``)."""
         x = self.embedding(tokens)
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
@@ -41,14 +41,14 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Return the samples of a step."""
+    """Returns the samples of a step."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return a checksum of a tensor's bytes."""
+    """Returns a checksum of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -61,7 +61,7 @@ def train(
     load: str = "",
     save: str = "",
 ) -> None:
-    """Train and tell of it in ``<told>/rank-<rank>.json``.
+    """Trains and writes the figures to ``<told>/rank-<rank>.json``.
 
     Args:
         told: the folder.

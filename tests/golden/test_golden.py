@@ -61,7 +61,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copy a file of JSON, or one in a folder, and raise its version; returns the copy."""
+    """Copies a JSON file or its folder and increases its version; returns the copy."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -120,7 +120,7 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(found: Any, expected: Any) -> None:
-    """Compare figures: bit for bit on a machine of the same kind, else but for rounding.
+    """Compares figures: bit for bit on a machine of the same kind, otherwise up to rounding.
 
     Checksums of what was loaded are compared everywhere.
     """
@@ -176,7 +176,7 @@ def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
 
 
 def alike(found: Any, expected: Any, where: str) -> None:
-    """Compare what was read from JSON; figures but for rounding."""
+    """Compares values read from JSON, figures up to rounding."""
     if isinstance(expected, dict) and isinstance(found, dict):
         assert set(found) >= set(expected), where  # a later one may say more
         for key, value in expected.items():
@@ -209,7 +209,7 @@ def test_a_corpus_is_found(here: Path) -> None:
 
 
 def test_the_report_of_a_job_is_made_of_its_files(here: Path) -> None:
-    status, _, errors = cases.command(["report", "logs/pods", "--output", "report.html"])
+    status, _, errors = cases.command(["job", "report", "logs/pods", "--output", "report.html"])
     assert status == 0, errors
     page = Path("report.html").read_text()
     for word in ("PIPELINE_MP_SIZE", "TRAINER_FLAGS", "0-vm"):
@@ -219,9 +219,9 @@ def test_the_report_of_a_job_is_made_of_its_files(here: Path) -> None:
 def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path = here / "submitted.json"
     path.write_text(path.read_text().replace("HERE", str(here)))
-    status, _, errors = cases.command(["node", "slurm", str(path), "logs/none"])
+    status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "it is started by srun" in errors  # which comes after all settings are checked
+    assert "srun starts it" in errors  # which comes after all settings are checked
 
 
 @pytest.mark.multiprocess
@@ -265,12 +265,12 @@ REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (
         lambda folder: change(folder / "plan.json", "format"),
-        ["pretrain-gpt", *cases.PLANNED.split(), "--plan", f"{NEWER}-plan.json"],
+        ["train", "rank", *cases.PLANNED.split(), "--plan", f"{NEWER}-plan.json"],
         2,
     ),
     "plan by the launcher": (
         lambda folder: change(folder / "plan.json", "format"),
-        ["submit", "plan-conf.sh", "--plan", f"{NEWER}-plan.json", "--dry-run"],
+        ["job", "submit", "plan-conf.sh", "--plan", f"{NEWER}-plan.json", "--dry-run"],
         2,
     ),
     "profile": (
@@ -322,7 +322,7 @@ def test_a_command_refuses_a_version_to_come(here: Path, form: str) -> None:
 def test_a_state_of_a_version_to_come_is_refused(here: Path) -> None:
     shutil.copytree("elastic-trainer", f"{NEWER}-elastic", dirs_exist_ok=True)
     raise_version(Path(f"{NEWER}-elastic", "elastic", "state.json"), "format")
-    status, _, errors = cases.command(["run", "--status", f"{NEWER}-elastic"])
+    status, _, errors = cases.command(["train", "elastic", "--status", f"{NEWER}-elastic"])
     assert status == 2
     assert "state.json" in errors
 
@@ -340,7 +340,8 @@ def test_a_corpus_of_a_version_to_come_is_refused(here: Path) -> None:
     folder = here / "another" / "corpus"
     shutil.copytree(here / "corpus", folder)
     raise_version(folder / "corpus.json", "format")
-    words = [str(folder) if word == "corpus" else word for word in cases.CORPUS]
+    words = [*cases.CORPUS]
+    words[words.index("--output-dir") + 1] = str(folder)
     status, _, errors = cases.command(words)
     assert status == 2
     assert "corpus.json" in errors

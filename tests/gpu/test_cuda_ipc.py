@@ -51,7 +51,7 @@ def run_rank(rank: int, addresses: Any, body: Callable[..., None], options: Any)
 
 
 def both(body: Callable[..., None], **options: Any) -> None:
-    """Run ``body`` in two processes on GPU 0."""
+    """Runs ``body`` in two processes on GPU 0."""
     context = torch.multiprocessing.get_context("spawn")
     arguments = (context.Queue(), body, options)
     torch.multiprocessing.start_processes(run_rank, arguments, nprocs=2, start_method="spawn")

@@ -1,4 +1,4 @@
-"""A second implementation of the RDMA channel's wire protocol, from docs/transport.md alone.
+"""A second implementation of the RDMA channel's protocol, from docs/reference/transport.md alone.
 
 Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, against any program of this
 project as rank 0, and sends back every message that comes::
@@ -69,11 +69,11 @@ class Wire:
             raise ProtocolError(f"the hello says verdict {verdict}, rank {who}, {purpose!r}")
 
     def send(self, record: bytes) -> None:
-        """Send one record."""
+        """Sends one record."""
         self.socket.sendall(RECORD.pack(RECORD_MAGIC, len(record), 0) + record)
 
     def receive(self) -> bytes:
-        """Return the next record."""
+        """Returns the next record."""
         magic, size, num_fds = RECORD.unpack(self._read(RECORD.size))
         if magic != RECORD_MAGIC or num_fds != 0:
             raise ProtocolError("no record came")
@@ -244,7 +244,7 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Return header fields, bytes and slot of the next piece; ``None`` after the end."""
+        """Returns header fields, bytes and slot of the next piece; ``None`` after the last."""
         while True:
             self._wait(lambda: self._arrived, "no message came")
             bits = self._arrived.pop(0)
@@ -274,7 +274,7 @@ class Peer:
         return header, payload, slot
 
     def give_back(self) -> None:
-        """Return the slots that are held, in one write."""
+        """Returns the held slots to the sender, in one write."""
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
@@ -286,7 +286,7 @@ class Peer:
         self._post(self._in, [part], self._peer_credit, self._credit_key, self._num_credit_writes)
 
     def send(self, header: tuple[int, ...], payload: bytes) -> None:
-        """Send a message with the labels, type and shape of ``header``."""
+        """Sends a message with the labels, type and shape of ``header``."""
         offset = 0
         while True:
             piece = payload[offset : offset + self._slot_bytes]
@@ -317,7 +317,7 @@ class Peer:
         self._post(self._out, [part], address, self._arena_key, immediate)
 
     def close(self) -> None:
-        """Say that no message follows, wait for the other end to do so, and leave."""
+        """Sends the end mark, waits for the other end's mark, and closes the connection."""
         labels = (0, 0, 0)
         end = (MESSAGE_MAGIC, 1, KIND_END, 1, 8, 0, 0, 0, self._job, 0, *labels, 0, 0, 0)
         self._send_piece((*end, *[0] * 7), 0, 0, b"")
@@ -331,7 +331,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Send back whatever comes, until the other end closes; returns the number of messages."""
+    """Sends all data back until the other end closes; returns the number of messages."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:
@@ -350,7 +350,7 @@ def echo(peer: Peer) -> int:
 
 
 def main() -> int:
-    """Run the echo."""
+    """Runs the program that sends data back."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="10.77.0.1")
     parser.add_argument("--port", type=int, default=21001)

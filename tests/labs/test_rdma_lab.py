@@ -24,7 +24,7 @@ POWER_OFF = "import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)"
 
 
 def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
-    """Skip where the lab cannot run; otherwise see that it can."""
+    """Skips the test if the lab cannot run; otherwise checks that a program runs in it."""
     if reason := rdma_lab.why_not():
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
@@ -39,7 +39,7 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 
 def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
-    """Run a script of a shell on all nodes."""
+    """Runs a shell script on all nodes."""
     return run(["sh", "-c", script], nodes=nodes, timeout_s=timeout_s)
 
 

@@ -73,7 +73,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(autouse=True)
 def queue(lab: Lab) -> Iterator[None]:
-    """Leave no job to the next test, whatever became of this one."""
+    """Cancels all jobs that the test has left in the queue."""
     yield
     if jobs := lab.output("squeue", "-h", "-o", "%A").split():
         lab.output("scancel", *set(jobs))
@@ -89,13 +89,13 @@ def conf(tmp_path: Path) -> Path:
 
 
 def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a subcommand on the login host."""
+    """Runs a subcommand on the login host."""
     variables = (f"{name}={value}" for name, value in forkserver().nodes()[1].items())
     return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *words])
 
 
 def submit(lab: Lab, conf: Path, *words: str) -> int:
-    done = adaptive(lab, "submit", str(conf), *words)
+    done = adaptive(lab, "job", "submit", str(conf), *words)
     assert done.returncode == 0, done.stderr
     match = re.match(r"job (\d+): logs in (.*)\n", done.stdout)
     assert match is not None, done.stdout
@@ -108,7 +108,7 @@ def wait_for(what: Callable[[], object], why: Callable[[], str], *, every_s: flo
 
 
 def said(conf: Path, job: int) -> str:
-    """Return all that a job wrote."""
+    """Returns all output of a job."""
     logs = conf.parent / "logs"
     files = [logs / f"{job}.batch", *sorted((logs / str(job)).glob("*.[oe][ur][tr]"))]
     return "".join(f"--- {path.name}\n{path.read_text()}" for path in files if path.exists())
@@ -121,7 +121,7 @@ def finish(lab: Lab, conf: Path, job: int) -> str:
 
 
 def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
-    """Wait until the node that writes has done an iteration since its start of that number."""
+    """Waits until the writing node has done an iteration since its start of this number."""
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
@@ -131,21 +131,21 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Return the iterations of each start of the node that writes."""
+    """Returns the iterations of each start of the writing node."""
     found = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in found if numbers]
 
 
 def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
     logs = str(conf.parent / "logs")
-    done = adaptive(lab, "status", str(job), "--log-dir", logs, "--json")
+    done = adaptive(lab, "job", "status", str(job), "--log-dir", logs, "--json")
     assert done.returncode in (0, 1), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
-    """Wait until the monitor names a node that is lost."""
+    """Waits until the monitor names a lost node."""
     begin_s = time.monotonic()
 
     def is_named() -> bool:
@@ -166,8 +166,8 @@ def wait_until_no_process(lab: Lab) -> None:
 
 
 def page_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
-    """Return what the report of a job shows."""
-    done = adaptive(lab, "report", str(job), "--log-dir", str(conf.parent / "logs"))
+    """Returns the text of a job's report page."""
+    done = adaptive(lab, "job", "report", str(job), "--log-dir", str(conf.parent / "logs"))
     assert done.returncode == 0, done.stderr
     text = Path(done.stdout.strip()).read_text()
     pattern = r'<script type="application/json" id="report-data">(.*?)</script>'
@@ -235,7 +235,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submit an example as its head says, wait for its end, and return all that it wrote."""
+    """Submits an example as its head describes, waits for its end, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -307,8 +307,8 @@ def test_a_job_that_another_one_displaces_goes_on_after_it_until_it_is_cancelled
     assert text.count("training ends: signal SIGTERM") > stopped
     logs = str(conf.parent / "logs")
     wait_for(
-        lambda: "CANCELLED" in adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
-        lambda: adaptive(lab, "status", str(job), "--log-dir", logs).stdout,
+        lambda: "CANCELLED" in adaptive(lab, "job", "status", str(job), "--log-dir", logs).stdout,
+        lambda: adaptive(lab, "job", "status", str(job), "--log-dir", logs).stdout,
         every_s=2.0,
     )
     wait_until_no_process(lab)
@@ -374,7 +374,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return f"{queue}\n" + "".join(texts)
 
     def wait_for_nodes(count: int) -> dict[str, Any]:
-        """Wait until steps are done in a shape on so many nodes."""
+        """Waits until steps are done in a shape on this number of nodes."""
 
         def trains() -> bool:
             state = folder.state()
@@ -398,7 +398,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     finally:
         lab.put_back("n3")
     wait_for_nodes(2)
-    status = adaptive(lab, "run", "--status", str(saved), "--json")
+    status = adaptive(lab, "train", "elastic", "--status", str(saved), "--json")
     assert len(json.loads(status.stdout)["epochs"][-1]["nodes"]) == 2
     lab.output("scancel", job)
     wait_for(lambda: not lab.output("squeue", "-h", "-j", job), wrote)
@@ -408,12 +408,12 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
 
 def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     logs = ["--log-dir", str(conf.parent / "logs")]
-    done = adaptive(lab, "status", "4711", *logs)
+    done = adaptive(lab, "job", "status", "4711", *logs)
     assert done.returncode == 2
     assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
     words = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
     job = lab.output(*NOBODY, *words).partition(";")[0]
-    done = adaptive(lab, "status", job, *logs)
+    done = adaptive(lab, "job", "status", job, *logs)
     assert done.returncode == 2
     assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
@@ -467,7 +467,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
 )
 def test_what_slurm_does_not_have_is_named(words: str, lab: Lab, conf: Path) -> None:
     changes = [word for change in words.split() for word in ("--set", change)]
-    done = adaptive(lab, "submit", str(conf), *changes)
+    done = adaptive(lab, "job", "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
     assert all(word.partition("=")[0] in done.stderr for word in changes[1::2] if word[0] != "D")

@@ -91,7 +91,16 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         manager.kill()
     text = log.read_text()
     assert "Traceback" not in text, text
-    status = [*words[:4], sys.executable, "-m", "megatron.adaptive", "run", "--status", str(saved)]
+    status = [
+        *words[:4],
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "train",
+        "elastic",
+        "--status",
+        str(saved),
+    ]
     assert "lost 0" in lab.run(status).stdout
     for name, _ in lab.nodes:
         own = [str(one) for one in lab.processes(name) if one.name() != "sshd"]

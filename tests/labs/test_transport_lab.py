@@ -63,7 +63,7 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Run a script of a shell on all nodes; ``$PYTHON`` is this one."""
+    """Runs a shell script on all nodes; ``$PYTHON`` is this Python."""
     return run(
         ["sh", "-ec", script],
         nodes=nodes,

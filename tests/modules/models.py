@@ -33,7 +33,7 @@ class Knotty(nn.Module):
         self.dropout = dropout
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
+        """Returns the loss."""
         first = self.mixer(self.words(ids))
         weight = mask.float().unsqueeze(-1) / mask.sum(dim=1, keepdim=True).unsqueeze(-1)
         gate = torch.sigmoid(first.mean(dim=1, keepdim=True))
@@ -57,7 +57,7 @@ class Tower(nn.Module):
         self.cuts = nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
+        """Returns the loss."""
         for layer, cut in zip(self.layers, [*self.cuts, nn.Identity()], strict=True):
             x = cut(torch.sigmoid(layer(x)))
         return x.mean()
@@ -67,13 +67,13 @@ SHARED = [["words.weight", "head.weight"], ["mixer.weight"], ["mixer.bias"]]
 
 
 def knotty(**options: float) -> Knotty:
-    """Return the model, always the same."""
+    """Returns the model, always with the same weights."""
     torch.manual_seed(3)
     return Knotty(**options)  # type: ignore[arg-type]
 
 
 def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.Tensor]:
-    """Return a batch for it."""
+    """Returns a batch for :func:`knotty`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, WORDS, (samples, length), generator=generator)
     return {
@@ -92,13 +92,13 @@ class Net(nn.Module):
         self.cut, self.last = CutPoint(), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
+        """Returns the loss."""
         x = F.dropout(self.norm(self.first(x)), 0.1, self.training)
         return self.last(self.cut(x)).square().mean()
 
 
 def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
-    """Return the batch of a step for it."""
+    """Returns the batch of a step for the model."""
     return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
 
 
@@ -128,7 +128,7 @@ class Training:
         before: Callable[[int], object] = lambda step: None,
         **options: Any,
     ) -> None:
-        """Train, and end before step ``last`` as a process that is killed: nothing is saved."""
+        """Trains, and ends before step ``last`` without saving, as a killed process does."""
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:
                 break

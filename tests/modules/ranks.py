@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def load_example(name: str) -> ModuleType:
-    """Import an example as a module."""
+    """Imports an example as a module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(f"cutpoint_{name}", EXAMPLES / f"{name}.py")

@@ -24,7 +24,7 @@ def alone(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
-    words = ["-m", "megatron.adaptive", "launch", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "megatron.adaptive", "job", "launch", "--standalone", "--nproc-per-node", "2"]
     words += [str(EXAMPLES / "mlp.py"), "--steps", "6", "--schedule", "zb-v"]
     words += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(

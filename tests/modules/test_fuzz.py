@@ -43,7 +43,7 @@ class Tangle(nn.Module):
             self.plan.append((kind, *given, choice.randrange(4) if number else 0, cut))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of two inputs ``[n, 4]``."""
+        """Returns the loss of two inputs ``[n, 4]``."""
         made = [x, y]
         for kind, one, other, layer, cut in self.plan:
             made.append(self._run(kind, made[one], made[other], layer))

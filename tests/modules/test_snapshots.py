@@ -38,7 +38,7 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Train, and end before a step as a process that is killed."""
+    """Trains, and ends before a step as a killed process does."""
 
     def write(step: int) -> None:
         before(step)

@@ -22,7 +22,7 @@ from .models import Training, batch_of
 
 
 def train(pipeline: Pipeline, at: int, do: Callable[[], object], **options: Any) -> None:
-    """Train nine steps, and do something after one of them."""
+    """Trains nine steps, and calls a function after one of them."""
     for step in pipeline.loop(9, **options):
         pipeline.step(batch_of(step))
         if step == at:
@@ -96,7 +96,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with the next start, where shared storage was not there before."""
+    """Copies it at the next start, if shared storage could not be written before."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
     one = trained()

@@ -55,7 +55,7 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Train the whole model in this process alone; return losses and norms."""
+    """Trains the whole model in this process alone; returns losses and norms."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:

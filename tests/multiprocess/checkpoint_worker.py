@@ -71,7 +71,7 @@ BASE = {
 
 
 def settings(flags: Flags) -> TrainerConfig:
-    """Read the flags of the small model, with ``flags`` over them."""
+    """Reads the flags of the small model, with ``flags`` over them."""
     argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
     return parse(argv, world_size=Environment.read().world_size)
 
@@ -83,7 +83,7 @@ class Jobs:
         self._job: TrainingJob | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Return the job in the mesh of ``config``."""
+        """Returns the job in the mesh of ``config``."""
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
         if self._job is None:
@@ -95,7 +95,7 @@ class Jobs:
         return self._job
 
     def leave(self) -> None:
-        """Leave it and agree where to meet again; the launcher's store knows the old groups.
+        """Leaves the job and agrees on a new port, as the launcher's store knows the old groups.
 
         A process group left open would keep its threads, dozens of them for each mesh.
         """
@@ -140,11 +140,11 @@ class Training:
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
-        """Load as the trainer does."""
+        """Loads a checkpoint as the trainer does."""
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
-        """Take optimizer steps with gradients that are a function of each weight alone."""
+        """Takes optimizer steps with gradients that are a function of the weights only."""
         for _ in range(count):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -154,7 +154,7 @@ class Training:
             self.scheduler.step(self.config.batch.global_batch_size)
 
     def learn(self, first: int, last: int) -> list[float]:
-        """Train on made-up tokens from iteration ``first`` to ``last``; one process only.
+        """Trains on made-up tokens from iteration ``first`` to ``last``; one process only.
 
         Returns:
             The loss of each iteration. Dropout is drawn from the generators as they stand.
@@ -201,7 +201,7 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy without the rows that only pad the vocabulary."""
+    """Returns a copy without the rows that only pad the vocabulary."""
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
@@ -219,7 +219,7 @@ def progress(iteration: int) -> Progress:
 
 
 def require_equal(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    """Compare bit for bit."""
+    """Checks that two states are equal bit for bit."""
     if found.keys() != expected.keys():
         raise SystemExit(f"{what}: {sorted(found.keys() ^ expected.keys())[:6]} on one side only")
     for name, value in expected.items():
@@ -245,7 +245,7 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Load what each source saves into each target; all must go on as if never interrupted."""
+    """Loads the checkpoint of each source into each target, whose steps must all continue alike."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
@@ -309,7 +309,7 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
 
 
 def refused(save: Callable[[], object]) -> str:
-    """Return the text of the error that ``save`` must raise."""
+    """Returns the text of the error that ``save`` must raise."""
     try:
         save()
     except CheckpointError as error:
@@ -319,7 +319,7 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Let no file of this rank grow beyond a size; the system then refuses to write."""
+    """Limits the size of all files of this rank, so that the system refuses longer writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -368,7 +368,7 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Give every rank a node of its own, with a disk of its own."""
+    """Simulates a node with a disk of its own for each rank."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
@@ -428,7 +428,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
-    """Go on after that, with what is left."""
+    """Continues after that scenario, with the copies that are left."""
     flags = with_disks(folder)
     whole = len(list((folder / "disk").glob("*/*"))) == 2
     expected = 2 if whole else 1

@@ -148,7 +148,7 @@ class Case:
         return Case("megatron", model=self.model, extra=at_once, until=until)
 
     def __str__(self) -> str:
-        """Name of the case; also that of its test."""
+        """Returns the name of the case, which is also that of its test."""
         words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
         words += [f"cp{self.cp}"] if self.cp > 1 else []
         words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
@@ -177,7 +177,7 @@ class Case:
 
 
 def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
-    """Return a case and others that differ from it as said."""
+    """Returns a case and variants of it."""
     return (first, *(dataclasses.replace(first, **other) for other in others))
 
 

@@ -27,7 +27,7 @@ ORIGINS = {
 
 
 def free_order(file: str) -> Schedule:
-    """Return what is in the file of that name."""
+    """Returns the schedule in the file with this name."""
     origin = ORIGINS[file]
     found = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)
@@ -46,7 +46,7 @@ def free_order(file: str) -> Schedule:
 
 
 def write_files(folder: Path) -> None:
-    """Write all files."""
+    """Writes all files."""
     for file in ORIGINS:
         if file.endswith(".json"):
             save(free_order(file), folder / file)
@@ -55,7 +55,7 @@ def write_files(folder: Path) -> None:
 
 
 def as_csv(schedule: Schedule) -> str:
-    """Return a schedule as torch.distributed.pipelining reads it."""
+    """Returns a schedule in the CSV format of torch.distributed.pipelining."""
     kinds = {"F": "F", "B": "I" if schedule.weight_pieces else "B", "W": "W"}
     rows = [
         ",".join(

@@ -36,6 +36,7 @@ from megatron.adaptive.checkpoint.hugging_face_weights import (
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.hugging_face import load_config
 from megatron.adaptive.gpt.lora import MARK
 from megatron.adaptive.gpt.setup import Run, build_run
 from megatron.adaptive.gpt.train_step import Step
@@ -139,13 +140,13 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         result = step.train(batch, len(batch), iteration, keep if not gradients else lambda: None)
         seen += [one for name, one in result.losses.items() if "mtp" not in name]
     parts = job.gather((seen, gradients[0]))
-    model_type = json.loads((model / "config.json").read_text())["model_type"]
+    family = load_config(model).family
     if dist.get_rank() == 0:
         ours = next(torch.tensor(one) for one, _ in parts if one)
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(ours, losses):.3e} {line}", flush=True)
         if not is_sharded:  # where each replica has the sum of its share alone
-            adapters = adapter_tensors(config, core_tensors(config, model_type))
+            adapters = adapter_tensors(config, core_tensors(config, family))
             found = joined([one for _, one in parts], adapters)
             assert found.keys() == expected.keys()
             worst = max((gap(found[key], one), key) for key, one in expected.items())

@@ -78,7 +78,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def connect(environment: Environment) -> dist.Store:
-    """Return the store that all ranks meet in, one for the whole job."""
+    """Returns the store that all ranks of the job use."""
     assert environment.master_port is not None
     return dist.TCPStore(
         environment.master_addr,
@@ -91,7 +91,7 @@ def connect(environment: Environment) -> dist.Store:
 
 
 def write_data(prefix: Path) -> None:
-    """Write documents in which each token depends on the one before, so that a loss can fall."""
+    """Writes documents in which each token depends on the previous one, so that a loss can fall."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -111,7 +111,7 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Do what ``initialize.start_job`` does, with process groups in a corner of the store."""
+        """Does what ``initialize.start_job`` does, under a prefix of its own in the store."""
         gc.collect()  # cycles keep the models and process groups of the case before
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
@@ -146,7 +146,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Take the case down, with the process groups that it made itself."""
+        """Ends the case, and destroys the process groups that it made."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -166,7 +166,7 @@ class Meshes:
 
 
 def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
-    """Return what process groups depend on."""
+    """Returns the settings on which process groups depend."""
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,
@@ -197,7 +197,7 @@ class Orders:
 
 
 def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Take the steps of a case; returns what this rank saw, and the run as it is then."""
+    """Takes the steps of a case; returns the figures of this rank and the run afterwards."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
@@ -272,7 +272,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """Run one case; returns its results by what was seen, then by rank."""
+    """Runs a case; returns its results by kind of figure and by rank."""
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 import types
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.plugin import install
 from megatron.adaptive.plugin.settings import Settings, add_arguments, megatron_arguments
 
 CHOICES = next(
@@ -129,7 +127,3 @@ def test_arguments_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert megatron_arguments() is None
     training.get_args = lambda: "the arguments"
     assert megatron_arguments() == "the arguments"
-
-
-def test_install_shows_its_settings_by_name() -> None:
-    assert inspect.signature(install).parameters.keys() == vars(Settings()).keys()

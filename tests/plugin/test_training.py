@@ -138,7 +138,7 @@ def run(
     fresh: bool = True,
     python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
-    """Run each case on megatron-core's own loop and then with the plugin, in one job.
+    """Runs each case in megatron-core's own loop and then with the plugin, in one job.
 
     In fresh processes the plug-in comes first, as in a user's, and their interpreters end.
     """
@@ -176,7 +176,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
 
 
 def numbers_of(seen: Any) -> list[float]:
-    """Return all numbers that a rank saw, in order."""
+    """Returns all numbers of a rank, in order."""
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):

@@ -1,6 +1,6 @@
 """The plug-in with every release of megatron-core from 0.15 to 0.19, and how it knows them.
 
-Also ``pretrain``, Megatron-LM's own trainer as the wheel carries it from 0.17 on.
+Also ``train megatron-lm``, Megatron-LM's own trainer as the wheel carries it from 0.17 on.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """``pretrain``, with our schedules and without."""
+    """``train megatron-lm``, with our schedules and without."""
     said = {}
     for name, words in {
         "megatron": [],
@@ -123,7 +123,7 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
         "zb-v": "--load saved --num-virtual-stages-per-pipeline-rank 2".split(),
     }.items():
         log = tmp_path / f"{name}.txt"
-        command = ["-m", "megatron.adaptive", "pretrain", *FLAGS.split(), *words]
+        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *FLAGS.split(), *words]
         command += ["--pipeline-schedule", name]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
@@ -152,7 +152,7 @@ def test_its_own_trainer_makes_damaged_indices_anew(
     said = []
     for number in range(2):
         log = tmp_path / f"{number}.txt"
-        command = ["-m", "megatron.adaptive", "pretrain", *words]
+        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *words]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said.append(SEEN.findall(log.read_text()))
@@ -177,7 +177,14 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     said = {}
     for name in ("megatron", "adaptive"):
         log = tmp_path / f"{name}.txt"
-        command = ["-m", "megatron.adaptive", "pretrain", *FLAGS.split(), *words.split()]
+        command = [
+            "-m",
+            "megatron.adaptive",
+            "train",
+            "megatron-lm",
+            *FLAGS.split(),
+            *words.split(),
+        ]
         command += ["--pipeline-schedule", name]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)

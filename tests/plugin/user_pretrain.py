@@ -40,7 +40,7 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Begin anew, without the plugin where ``settings`` is ``None``."""
+    """Starts anew, without the plugin if ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
     # Each has threads that wake up a hundred times a second.
@@ -53,14 +53,14 @@ def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
 
 
 def regroup(shape: user.Shape) -> user.Job:
-    """Make process groups and model anew."""
+    """Makes new process groups and a new model."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     return user.setup(shape)
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Train and evaluate; leaves plugin and process groups as they are at the end."""
+    """Trains and evaluates; leaves plugin and process groups unchanged at the end."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
@@ -90,7 +90,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
-    """Return what the step says."""
+    """Returns the error message of the step."""
     job = start(
         shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
     )

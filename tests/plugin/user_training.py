@@ -103,7 +103,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Make process groups, model and optimizer, the same ones every time."""
+    """Makes process groups, model and optimizer, always the same."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -140,7 +140,7 @@ def setup(shape: Shape) -> Job:
 
 
 def configuration(shape: Shape) -> TransformerConfig:
-    """Return the model's configuration."""
+    """Returns the model's configuration."""
     llama: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -175,7 +175,7 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
-    """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
+    """Builds this rank's part of the model as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
@@ -209,7 +209,7 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
 
 
 def process_groups() -> ProcessGroupCollection:
-    """Return the groups by which the user names what parallel_state has."""
+    """Returns the process groups of parallel_state as a collection."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
@@ -217,7 +217,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def handed_over(job: Job) -> dict[str, Any]:
-    """Return what a step gets besides model and data."""
+    """Returns the arguments of a step besides model and data."""
     if not job.shape.groups:
         return {}
     groups = process_groups()
@@ -226,7 +226,7 @@ def handed_over(job: Job) -> dict[str, Any]:
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
-    """Give microbatches for ever, other ones on each replica."""
+    """Yields microbatches without end, different ones on each replica."""
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     while True:
         size = (micro_batch_size, SEQ_LENGTH + 1)
@@ -237,14 +237,14 @@ def batches(micro_batch_size: int) -> Iterator[Batch]:
 
 
 def iterators(job: Job, micro_batch_size: int) -> Any:
-    """Return one iterator, or one per chunk where a rank has several."""
+    """Returns one iterator, or one per chunk if a rank has several chunks."""
     if job.shape.chunks == 1:
         return batches(micro_batch_size)
     return [batches(micro_batch_size) for _ in job.chunks]
 
 
 def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Return loss, tokens and what is reported of both, or the mean output by itself."""
+    """Returns loss, tokens and the reported values, or only the mean output."""
     if non_loss_data:
         return output.detach().mean().item()
     total = torch.sum(output.float().view(-1) * mask.view(-1))
@@ -254,7 +254,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = Fa
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    """Run a microbatch through a chunk, with what its stage needs of the batch."""
+    """Runs a microbatch through a chunk, with the parts of the batch that its stage needs."""
     batch: dict[str, Any] = dict(next(data_iterator))
     stage = get_attr_wrapped_model(model, "vp_stage")
     is_end = any(
@@ -279,7 +279,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Take ``steps`` steps; returns losses (on the last stage) and norms of gradients."""
+    """Takes ``steps`` steps; returns losses (on the last stage) and norms of gradients."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -311,7 +311,7 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
-    """Run forwards alone; returns losses and what ``collect_non_loss_data`` collects."""
+    """Runs forward passes only; returns losses and the results of ``collect_non_loss_data``."""
     for chunk in job.chunks:
         chunk.eval()
     arguments = {
@@ -336,7 +336,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Average what the microbatches reported, on ranks of the last stage; nothing elsewhere."""
+    """Averages the losses of the microbatches on ranks of the last stage; elsewhere empty."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -346,7 +346,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Return the norm of the weights of all ranks, with every copy."""
+    """Returns the norm of the weights of all ranks, copies included."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
     total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
     dist.all_reduce(total)
@@ -369,7 +369,7 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Write a checkpoint as Megatron-LM does: replicas share the work out."""
+    """Writes a checkpoint as Megatron-LM does: replicas share the work."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()
@@ -380,7 +380,7 @@ def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
 
 
 def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Take weights and, with it, the optimizer's state from a checkpoint."""
+    """Loads weights and, ``with_optimizer``, the optimizer's state from a checkpoint."""
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
     for number, chunk in enumerate(unwrap_model(job.chunks)):

@@ -22,7 +22,7 @@ def actions(words: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Start and finish actions, or those that a text names."""
+    """Starts and finishes actions, or those that a text names."""
     for action in (actions(one) if isinstance(one, str) else (one,) for one in todo):
         for each in action:
             assert state.start(each), state.why_not(each)

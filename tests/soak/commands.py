@@ -33,9 +33,9 @@ nodes:
 network: {bandwidth: 40 Gbit/s}
 """
 _PLAN = "plan --model gpt2-xl --global-batch-size 8 --cluster {f}/cluster.yaml"
-_CONF = "submit {f}/conf.sh --dry-run --plan {f}"
+_CONF = "job submit {f}/conf.sh --dry-run --plan {f}"
 _TRAINER = (
-    "pretrain-gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+    "train rank --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3"
     " --train-iters 2 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer"
 )
@@ -94,11 +94,11 @@ plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml 
 {_CONF}/empty.json => no JSON
 {_CONF}/binary.json => no valid UTF-8
 {_CONF}/types.json => is not a key
-submit {{f}}/none.sh => no such file
-submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
-submit {{f}}/conf.sh --dry-run --set NNODES=999999999 => at most
-submit {{f}}/conf.sh --dry-run --set TENSOR_MP_SIZE=3 => WORLD_SIZE
-submit {{f}}/loop.sh --dry-run => read_variables
+job submit {{f}}/none.sh => no such file
+job submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
+job submit {{f}}/conf.sh --dry-run --set NNODES=999999999 => at most
+job submit {{f}}/conf.sh --dry-run --set TENSOR_MP_SIZE=3 => WORLD_SIZE
+job submit {{f}}/loop.sh --dry-run => read_variables
 {_TRAINER} --lr nan => --lr
 {_TRAINER} --micro-batch-size 99999999999999999999999 => --micro-batch-size
 {_TRAINER} --model-chunks 1000000 => --num-virtual-stages-per-pipeline-rank 1000000
@@ -118,21 +118,21 @@ trace {{f}}/trace-empty => empty
 trace {{f}}/none => does not exist
 trace {{f}}/cluster.yaml => does not say its shape
 trace diagnose {{f}}/trace-deep => levels deep
-top {{f}}/none --once => none
-top => there is no runs/latest here; give the folder of a run or its traces
-top --interval 0 => '0' is not a time in seconds from 0.05 to 3600; see --help
-top --twice => top: unrecognized arguments: --twice; the nearest is --once
-top {{f}} --once --width 1000000000 => --width
-run --status {{f}}/job-deep => levels deep
-run --status {{f}}/job-list => not the state
-run --status {{f}}/job-types => damaged
-run --status {{f}}/job-future => format
-run --status {{f}}/none => No such file
-run --max-restarts 99999999999999999999 {{f}}/conf.sh => --max-restarts
-run --checkpoint {{f}}/c --wait 1e400 x.py => --wait
-report {{f}}/none => give the folder of logs
-status {HOSTILE} --log-dir {{f}} => Slurm does not know
-validate --data {{f}}/none => none
+job top {{f}}/none --once => none
+job top => give the folder of a run or its traces
+job top --interval 0 => '0' is not a time in seconds from 0.05 to 3600; see --help
+job top --twice => job top: unrecognized arguments: --twice; the nearest is --once
+job top {{f}} --once --width 1000000000 => --width
+train elastic --status {{f}}/job-deep => levels deep
+train elastic --status {{f}}/job-list => not the state
+train elastic --status {{f}}/job-types => damaged
+train elastic --status {{f}}/job-future => format
+train elastic --status {{f}}/none => No such file
+train elastic --max-restarts 99999999999999999999 {{f}}/conf.sh => --max-restarts
+train elastic --checkpoint {{f}}/c --wait 1e400 x.py => --wait
+job report {{f}}/none => give the folder of logs
+job status {HOSTILE} --log-dir {{f}} => Slurm does not know
+plan validate --data {{f}}/none => none
 profile --output p => give one of --model, --merge, --cut-points to say what is profiled
 profile --output p --model gpt2 --cut-points x.csv => not --model and --cut-points
 profile --output p --model bert-large => builds GPT and Llama models alone
@@ -145,27 +145,27 @@ doctor --master-addr 127.0.0.1 --master-port 99999999 => --master-port
 transport => --check is all there is
 transport --check --transport udp => 'udp' is not one of auto, shm
 transport --check --seconds nan => --seconds
-run-single --resume => leave the option out
-run-single --pipeline_paralel 2 => the nearest is --pipeline_parallel
-run-single --train-iters 5 => options of the trainer follow after --
-run-single --pipeline_parallel => expected one argument
-run-single --pipeline_parallel two => 'two' is not a whole number from 1 to 1,000,000
-run-single --schedule fastest => adaptive
-run-single stray => unrecognized arguments: stray
-launch => training_script
-launch --bogus 3 x.py => unrecognized arguments: --bogus
-launch --nproc-per-node abc x.py => --nproc-per-node abc: is no number
-launch --nproc-per-node 0 x.py => at least 1 process
-launch --nnodes a x.py => --nnodes a
-launch --rdzv-backend mail x.py => --rdzv-backend mail
-launch --nproc-per-node 2 /nowhere/pretrain_gpt.py => no such file
-launch --nproc-per-node 2 / => is a folder
-launch --nproc-per-node 99999999999 {{f}}/conf.sh => --nproc-per-node
-preprocess-data --input {{f}}/deep.json --output-prefix {{f}}/o --workers 1000000000 => --workers
-make-corpus => --output-dir
-make-corpus --output-dir x --vocab-size 10 => 257 is the least
-make-corpus --output-dir x --workers 0 => --workers: '0' is not a whole number from 1
-make-corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-bytes
+train single --resume => leave the option out
+train single --pipeline_paralel 2 => the nearest is --pipeline_parallel
+train single --train-iters 5 => options of the trainer follow after --
+train single --pipeline_parallel => expected one argument
+train single --pipeline_parallel two => 'two' is not a whole number from 1 to 1,000,000
+train single --schedule fastest => adaptive
+train single stray => unrecognized arguments: stray
+job launch => training_script
+job launch --bogus 3 x.py => unrecognized arguments: --bogus
+job launch --nproc-per-node abc x.py => --nproc-per-node abc: is no number
+job launch --nproc-per-node 0 x.py => at least 1 process
+job launch --nnodes a x.py => --nnodes a
+job launch --rdzv-backend mail x.py => --rdzv-backend mail
+job launch --nproc-per-node 2 /nowhere/pretrain_gpt.py => no such file
+job launch --nproc-per-node 2 / => is a folder
+job launch --nproc-per-node 99999999999 {{f}}/conf.sh => --nproc-per-node
+data preprocess --input {{f}}/deep.json --output-prefix {{f}}/o --workers 1000000000 => --workers
+data corpus => --output-dir
+data corpus --output-dir x --vocab-size 10 => 257 is the least
+data corpus --output-dir x --workers 0 => --workers: '0' is not a whole number from 1
+data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-bytes
 {HOSTILE} => unknown subcommand
 """.strip().splitlines()
 )

@@ -5,7 +5,7 @@
     benchmark ─┬─ manager      as a user's, without a node of its own
                ├─ agents       hundreds in one process: sockets and messages as ever, no ranks
                ├─ agents
-               └─ status       python -m megatron.adaptive run --status, every few seconds
+               └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
 An agent does all that a node's own does, but for the ranks: what it has to start has started at
 once, and what it has to kill has ended at once. Half of those that are lost close their connection,
@@ -61,7 +61,7 @@ STATUS_EVERY_S = 5.0
 def measure(
     agents: int, minutes: float, every_s: float, folder: Path, seed: int, *, silent: bool = True
 ) -> Result:
-    """Let agents join, then lose one in a hundred of them every so often.
+    """Lets agents join, then loses one percent of them at regular intervals.
 
     Args:
         agents: how many.
@@ -163,7 +163,7 @@ def measure(
 
 def _status_s(checkpoints: Path) -> float:
     """Returns the seconds until the state of the job was printed; checks that it is all there."""
-    words = ["run", "--status", checkpoints, "--json"]
+    words = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s
@@ -197,13 +197,13 @@ class _Program:
             self.lines.append((time.monotonic(), line))
 
     def order(self, **values: object) -> None:
-        """Send a line of JSON."""
+        """Sends a line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(values) + "\n")
         self.process.stdin.flush()
 
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
-        """Wait for a line; returns it where it is JSON, else when it came."""
+        """Waits for a matching line; returns it if it is JSON, otherwise its arrival time."""
         end_s = time.monotonic() + limit_s
         is_over = False
         while not is_over:
@@ -216,7 +216,7 @@ class _Program:
         raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Wait for so many names in its lines; returns when each came."""
+        """Waits for this number of names in the output; returns the arrival time of each."""
         found: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(found) < count and time.monotonic() < end_s:
@@ -225,7 +225,7 @@ class _Program:
         return found
 
     def close(self) -> None:
-        """End it, and all that it started."""
+        """Kills the process, and closes its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -277,7 +277,7 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Be lost: by a connection that ends, or by silence."""
+        """Closes the connection, or stops its heartbeats if ``silently``."""
         self.is_silent = True
         assert self._link is not None
         if silently:

@@ -155,14 +155,14 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Reads the command line."""
     parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
     parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Measure and print; returns 1 where a goal is missed."""
+    """Measures and prints; returns 1 if a goal is missed."""
     options = parse()
     return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 

@@ -47,7 +47,7 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 
 def main() -> int:
-    """Measure as the command line says; returns the exit status."""
+    """Measures as the command line says; returns the exit status."""
     parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
     parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
     parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
@@ -77,7 +77,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Take a job through its shapes."""
+    """Changes the job through its shapes."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -126,7 +126,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Change the machines and wait for some steps on them, and for the times of the morph."""
+    """Changes the machines, and waits for some steps on them and for the times of the change."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -153,7 +153,7 @@ def copies(folder: Path, *, quick: bool) -> Result:
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kill a node at a random moment of a step, and let another come in its place."""
+    """Kills a node at a random moment of a step, and lets another take its place."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -187,7 +187,7 @@ def _is_present(job: ElasticJob, name: str) -> bool:
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
-    """Let nodes fail at random; prints what happens as it does."""
+    """Lets nodes fail at random; prints each event."""
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     return soaked(folder, events, minutes, options.seed)

@@ -46,7 +46,7 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure as the command line says; returns the exit status."""
+    """Measures as the command line says; returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
     parser.add_argument(

@@ -52,7 +52,7 @@ _REASON = re.compile(
 )
 _LOST = "errors.PeerLostError: "
 _SHARED = Path("/dev/shm")
-_LAUNCH = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+_LAUNCH = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 _TRAINING = [*FLAGS, "--train-iters", "2000", "--save-interval", "3", "--num-workers", "1"]
 
@@ -111,12 +111,20 @@ class Chain:
             words += ["--exit-interval", str(last)]
         if self.kind == "machines":
             (self.folder / "machines.txt").write_text("localhost name=a\nlocalhost name=b\n")
-            run = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", saved]
+            run = [
+                sys.executable,
+                "-m",
+                "megatron.adaptive",
+                "train",
+                "elastic",
+                "--checkpoint",
+                saved,
+            ]
             run += ["--machines", str(self.folder / "machines.txt")]
             return [*run, str(TRAINER), *words]
         words += ["--progress-dir", progress, "--save", saved, "--load", saved]
         if self.kind == "single":
-            run = [sys.executable, "-m", "megatron.adaptive", "run-single", "--runs-dir"]
+            run = [sys.executable, "-m", "megatron.adaptive", "train", "single", "--runs-dir"]
             # It makes a corpus and its vocabulary itself.
             text = " ".join(words).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
             words = text.replace("--mock-data", "").split()
@@ -233,7 +241,7 @@ class RunningJob:
 
 def _role(process: psutil.Process) -> str:
     """Returns what a process is, by its command line and the name that a fork has."""
-    name, text = process.name(), " ".join(process.cmdline()[1:4])
+    name, text = process.name(), " ".join(process.cmdline()[1:5])
     if "rank_forkserver" in text:  # so are those that it has forked
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name

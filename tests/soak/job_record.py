@@ -75,7 +75,7 @@ class Record:
         return sorted(begun, key=lambda one: one.begun_ns)
 
     def refresh(self) -> None:
-        """Read what was written since."""
+        """Reads the lines that are new."""
         for path in self._folder.glob("epoch-*/progress.jsonl"):
             name = path.parent.name
             if name not in self._epochs:
@@ -137,7 +137,7 @@ def faults(
     tolerance: float,
     damaged: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[str], float]:
-    """Say in what a job differs from one that nothing happened to.
+    """Returns the differences of a job from one without faults.
 
     Args:
         epochs: of the job, in the order of time.

@@ -89,7 +89,7 @@ def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
 def live(
     transport: NativeTransport, rank: int, draw: random.Random, connection: Connection
 ) -> None:
-    """Send and receive at random until the other end of ``connection`` says stop."""
+    """Sends and receives at random until ``connection`` delivers the order to stop."""
     payloads = [torch.ones(size, dtype=torch.uint8) for size in SIZES]
     held: list[torch.Tensor] = []
     turn = 0
@@ -133,7 +133,7 @@ class Trial:
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
-        """Kill one; returns what its neighbours did and how long that took."""
+        """Kills a rank; returns the reactions of its neighbours and their times."""
         addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
         for end in self._ends:
             end.send(addresses)
@@ -160,7 +160,7 @@ class Trial:
         return {"victim": victim, "outcomes": outcomes, "left": self._left()}
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kills all processes that still run."""
         for process in self._ranks:
             process.kill()
             process.join()

@@ -53,7 +53,7 @@ class Seen:
     deposed: int = 0
 
     def add(self, other: Seen) -> None:
-        """Take over another one's."""
+        """Adds the values of another record."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -84,13 +84,13 @@ class SmallJob:
                 one.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
-        """Send a signal to the first ranks, as far as they are there."""
+        """Sends a signal to the first ranks that still run."""
         for one in self.ranks[:ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
-        """Wait for its end; returns the status of rank 0, ``None`` where it had to be killed."""
+        """Waits for the end; returns the status of rank 0, ``None`` if it had to be killed."""
         end_s = time.monotonic() + limit_s
         while None in (statuses := self.statuses()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -100,17 +100,17 @@ class SmallJob:
         return statuses[0]
 
     def statuses(self) -> list[int | None]:
-        """Return the statuses of the ranks that have ended."""
+        """Returns the statuses of the ranks that have ended."""
         with _STATUSES:
             return [one.exitcode for one in self.ranks]
 
     def said(self) -> list[dict[str, Any]]:
-        """Read what its rank 0 wrote."""
+        """Reads the output of rank 0."""
         path = self.log / "said.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def of(self, name: str) -> list[Any]:
-        """Return the values of a name in what rank 0 wrote."""
+        """Returns the values of a name in the output of rank 0."""
         return [line[name] for line in self.said() if name in line]
 
 
@@ -176,7 +176,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Return a small state that names its job, step and rank."""
+    """Returns a small state that contains its job, step and rank."""
     import torch
 
     from megatron.adaptive.checkpoint.writer import Piece, TakenState, pickled
@@ -203,7 +203,7 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Check that every checkpoint is one job's, and that all that were reported are there."""
+    """Checks that each checkpoint is of one job, and that no reported one is missing."""
     checkpoints, owners = CheckpointFolder(folder), {}
     for step in checkpoints.steps():
         try:
@@ -227,7 +227,7 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
 
 
 def _refused(job: SmallJob, seen: Seen) -> None:
-    """Check how a job was refused."""
+    """Checks the message with which a job was refused."""
     lines, after = job.of("error"), job.of("after")
     text = lines[0] if lines else "no line"
     if "is written by process" not in text or "since 20" not in text or "\n" in text:
@@ -237,7 +237,7 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Run two jobs on one folder that begin at random moments."""
+    """Runs two jobs on one folder that start at random moments."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
     jobs = []
@@ -257,7 +257,7 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kill a holder, wholly or its first rank alone; the next start goes on by itself."""
+    """Kills a holder, or only its first rank; the next start must continue by itself."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -272,7 +272,7 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Stop a holder at a random moment until another has taken over; it publishes nothing then."""
+    """Pauses a holder until another takes over; the first must then publish nothing."""
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
     _wait_for(lambda: bool(first.of("held")), first, seen)
@@ -307,7 +307,7 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Start the trainer twice with one ``--save``, then kill what is left and start it again."""
+    """Starts the trainer twice with one ``--save``, kills what is left, and starts it again."""
     chance, seen = random.Random(seed), Seen()
     words = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
     words += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]

@@ -133,7 +133,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Do events until there were so many, or the time is over; then check everything."""
+        """Causes events up to a number or a time limit, then checks all results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)
@@ -150,7 +150,7 @@ class Soak:
         return self.result
 
     def _once(self) -> None:
-        """Do one event and see what comes of it."""
+        """Causes one event and checks its effect."""
         out = self._out()
         running = [node for node in self._nodes.all if node not in out]
         if out and (len(running) < 2 or self._draw.random() < 0.5):
@@ -179,7 +179,7 @@ class Soak:
         self._boot(node)
 
     def _boot(self, node: Node) -> None:
-        command = [sys.executable, "-m", "megatron.adaptive", "run"]
+        command = [sys.executable, "-m", "megatron.adaptive", "train", "elastic"]
         command += ["--checkpoint", str(self._checkpoints), "--name", node.name]
         command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "300"]
         command += ["--join-within", "60", TRAINER, *self._flags, "--save-interval", "10"]
@@ -190,7 +190,7 @@ class Soak:
         self._moment_ns = time.time_ns()
 
     def _pass(self, seconds: float) -> None:
-        """Let time pass, and end what is due to end."""
+        """Waits some time, and ends events that are over."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -203,7 +203,7 @@ class Soak:
             time.sleep(min(_LOOK_S, until_s - now_s))
 
     def _settle(self) -> None:
-        """Wait until everything that lasts is over and the job goes on with all that runs.
+        """Waits until all lasting events are over and the job trains on all running nodes.
 
         Raises:
             SoakError: it does neither go on nor end within the deadline.
@@ -249,7 +249,7 @@ class Soak:
         return ""
 
     def _look_at_ended(self) -> None:
-        """Note nodes that ended by themselves, and ask them why."""
+        """Records nodes that ended by themselves, with the reason that they printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -275,7 +275,7 @@ class Soak:
         self._note("    the job has ended; all nodes start again")
 
     def _gone(self) -> None:
-        """See that nothing is left on nodes that have ended.
+        """Checks that no process is left on ended nodes.
 
         Raises:
             SoakError: something is.
@@ -293,7 +293,7 @@ class Soak:
         raise SoakError(f"left behind: {left}")
 
     def _end_all(self) -> None:
-        """Take all nodes at once: the job saves and ends."""
+        """Ends all nodes at the same time, so that the job saves and ends."""
         self._note("end: SIGTERM to all nodes")
         for node in self._nodes.all:
             for runner in node.helpers()[:1]:
@@ -306,7 +306,7 @@ class Soak:
         self._gone()
 
     def _judge(self) -> None:
-        """Check everything that the job has left."""
+        """Checks all files that the job has left."""
         self._record.refresh()
         for node in self._nodes.all:
             node.off()
@@ -343,7 +343,7 @@ class Soak:
         }
 
     def _reload(self) -> int:
-        """Load every complete checkpoint that is left, but for damaged ones; returns how many."""
+        """Loads every complete checkpoint except damaged ones; returns their number."""
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
         steps = folder.steps()
@@ -360,7 +360,7 @@ class Soak:
         return len(found)
 
     def _first_checkpoint(self) -> None:
-        """Train a few steps in one process: how weights are drawn depends on the shape."""
+        """Trains a few steps in one process, because initial weights depend on the shape."""
         words = ["--save", str(self._checkpoints), "--save-interval", "10"]
         words += ["--exit-interval", str(FIRST)]
         run_ranks([TRAINER, *self._alone, *words], 1, 1800.0)
@@ -374,7 +374,7 @@ class Soak:
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Do something; after a failure all nodes are started anew."""
+        """Runs an action; restarts all nodes after a failure."""
         try:
             action()
         except SoakError as error:
@@ -447,12 +447,12 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Let what is open be closed: namespaces and mounts outlive this program."""
+    """Ends the program so that resources are closed: namespaces and mounts would outlive it."""
     raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:
-    """Print at once: a soak takes long."""
+    """Prints a line and flushes it, as a soak takes long."""
     print(text, flush=True)
 
 

@@ -69,7 +69,7 @@ class Events:
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
-        """Do one.
+        """Causes one event.
 
         Args:
             name: of its kind.
@@ -123,7 +123,7 @@ class Events:
         return f"{name} {what} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
-        """Flip a bit of the newest complete checkpoint; names file and bit.
+        """Flips a bit of the newest complete checkpoint; returns file and bit.
 
         Without a whole one before it nothing is left that the job could go on from: ``None``.
         """
@@ -137,7 +137,7 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """End what has lasted long enough; whether there was any."""
+        """Ends events that have lasted long enough; returns whether there was any."""
         now_s = time.monotonic()
         due = [one for one in self._undo if all_of_them or one[0] <= now_s]
         for entry in due:

@@ -27,7 +27,7 @@ SIZES = {"mlp": 256, "vit": 16}
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
-    """Compare them; a row for each model and shape.
+    """Compares numbers of pieces; returns a row for each model and shape.
 
     Args:
         folder: for what the ranks tell.

@@ -284,9 +284,12 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
     scan()
     (run,) = (path.parent for path in folder.glob("logs/*/run.json"))
     module = [sys.executable, "-m", "megatron.adaptive"]
-    for own in (["report", str(run)], ["status", run.name, "--log-dir", str(run.parent), "--json"]):
+    for own in (
+        ["job", "report", str(run)],
+        ["job", "status", run.name, "--log-dir", str(run.parent), "--json"],
+    ):
         done = subprocess.run([*module, *own], env=environment(), capture_output=True, check=True)
-        (folder / f"{own[0]}.txt").write_bytes(done.stdout + done.stderr)
+        (folder / f"{own[1]}.txt").write_bytes(done.stdout + done.stderr)
     return arrived
 
 
@@ -303,7 +306,14 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     )
     for path in programs.iterdir():
         path.chmod(0o755)
-    words = [sys.executable, "-m", "megatron.adaptive", "submit", str(_conf(folder, planted))]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "job",
+        "submit",
+        str(_conf(folder, planted)),
+    ]
     path_text = f"{programs}{os.pathsep}{os.environ['PATH']}"
     variables = {**environment(), "PATH": path_text, "TMPDIR": str(folder)}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)

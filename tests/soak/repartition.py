@@ -47,7 +47,7 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measure both."""
+    """Measures the share that a slow rank regains, and the times of moves."""
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
     rows = [
@@ -127,7 +127,7 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Hand a layer from one rank to the next and back."""
+    """Moves a layer from one rank to the next and back."""
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     at = [6 + 4 * number for number in range(moves)]
     words = ",".join(f"{step}:{next(partitions)}" for step in at)
@@ -149,6 +149,6 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     words: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Train on four ranks; returns the lines of the progress."""
+    """Trains on four ranks; returns the lines of the progress file."""
     words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
     return train(words, folder, RANKS, LIMIT_S, settings)

@@ -24,7 +24,7 @@ from tests.support.ranks import LoadingRank  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
-    """Let each step of this process begin with a wait."""
+    """Makes each step of this process begin with a wait."""
     train = Step.train
 
     def slow(self: Step, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
-    """Load checkpoints into one model; exits with a message where one is not what it says."""
+    """Loads checkpoints into one model; exits with a message if one has wrong content."""
     rank = LoadingRank(words)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:

@@ -61,7 +61,7 @@ def started_lab() -> Iterator[Lab]:
 
 
 def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
-    """Wait for something; returns the seconds that it took."""
+    """Waits for a condition; returns the time that it took in seconds."""
     begin_s = time.perf_counter()
     while not what():
         if time.perf_counter() - begin_s > limit_s:
@@ -76,14 +76,14 @@ def has_iterated(folder: Path) -> bool:
 
 
 def conf_in(folder: Path) -> LaunchConf:
-    """Return the configuration of all jobs here, in a folder of its own."""
+    """Returns the configuration of all jobs of this soak, in a folder of its own."""
     folder.mkdir(parents=True)
     (folder / "conf.sh").write_text(CONF)
     return load_conf(folder / "conf.sh")
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Give a job to sbatch, with the script that submit writes."""
+    """Submits a job to sbatch, with the script that submit writes."""
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
     script = conf.folder / "job.sbatch"
@@ -93,7 +93,7 @@ def submitted(lab: Lab, conf: LaunchConf) -> int:
 
 
 def first_iteration(lab: Lab, job: int, logs: Path) -> None:
-    """Wait for the first iteration of a job.
+    """Waits for the first iteration of a job.
 
     Raises:
         TimeoutError: it did not come; what Slurm and the job said goes to stderr.
@@ -114,7 +114,7 @@ def finished(lab: Lab, job: int) -> None:
 
 
 def slurm_start(lab: Lab, folder: Path) -> float:
-    """Return the seconds from sbatch to the first iteration."""
+    """Returns the time from sbatch to the first iteration in seconds."""
     conf = conf_in(folder)
     begin_s = time.perf_counter()
     job = submitted(lab, conf)
@@ -127,7 +127,7 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 
 
 def torchrun_start(lab: Lab, folder: Path) -> float:
-    """Return the seconds from torchrun on both nodes to the first iteration."""
+    """Returns the time from torchrun on both nodes to the first iteration in seconds."""
     conf = conf_in(folder)
     words = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
     words += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
@@ -198,14 +198,22 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Lose the second node of a job; returns seconds to its name and to the end, and orphans."""
+    """Loses the second node of a job; returns times to its naming and to the end, and orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
     first_iteration(lab, job, logs / str(job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
-    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "megatron.adaptive", "status"]
+    words = [
+        "env",
+        f"PYTHONPATH={ROOT}",
+        sys.executable,
+        "-m",
+        "megatron.adaptive",
+        "job",
+        "status",
+    ]
     words += [str(job), "--json", "--log-dir", str(logs)]
 
     def is_named() -> bool:
@@ -243,7 +251,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Reads the command line."""
     parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
     parser.add_argument("--repetitions", type=int, help="of part start, at least 3")
     options = parser.parse_args(arguments)
@@ -252,7 +260,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def result_of(part: str, options: argparse.Namespace) -> Result:
-    """Measure a part; what cannot be measured here is a row that says why."""
+    """Measures a part; if that is not possible here, returns a row with the reason."""
     reason = slurm_lab.why_not(accounting=True)
     if reason is not None:
         return Result(rows=[missing(part, reason)])
@@ -260,7 +268,7 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; returns 1 where a goal is missed."""
+    """Measures and prints; returns 1 if a goal is missed."""
     options = parse(arguments)
     return measure({part: partial(result_of, part, options) for part in PARTS}, options)
 

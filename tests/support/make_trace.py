@@ -49,7 +49,7 @@ _NUMBERS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the traces and say how many spans there are.
+    """Writes the traces and prints the number of spans.
 
     Raises:
         ConfigError: an option is wrong.
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_fault(text: str) -> Fault:
-    """Read a fault as :data:`FAULT_HELP` says.
+    """Parses a fault in the form of :data:`FAULT_HELP`.
 
     Raises:
         ConfigError: it says something else.

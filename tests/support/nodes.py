@@ -81,7 +81,7 @@ class Node:
         self._init: subprocess.Popen[bytes] | None = None
 
     def plug(self) -> None:
-        """Make the network of the node; once."""
+        """Makes the network of the node on the first call."""
         name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -92,7 +92,7 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Start the node with its part of the job, anew if it is on."""
+        """Starts the part of the job on the node; restarts it if it runs."""
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ class Node:
             )
 
     def off(self) -> None:
-        """Kill everything on the node at once."""
+        """Kills all processes of the node at the same time."""
         init, self._init = self._init, None
         if init is None:
             return
@@ -124,13 +124,13 @@ class Node:
         init.stdin.close()
 
     def cut(self, *, silently: bool) -> None:
-        """Cut the node off: without a sign, or so that its interface says the link is down."""
+        """Disconnects the node silently, or by taking its network interface down."""
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)
         _ip("-n", self._switch, "link", "set", self._port, *state)
 
     def mend(self) -> None:
-        """Connect the node again. Idempotent."""
+        """Connects the node again. Idempotent."""
         self.is_cut = False
         _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
 
@@ -180,7 +180,7 @@ class Node:
         return [one for one in self.processes() if one.pid not in ranks and _is_ours(one)]
 
     def close(self) -> None:
-        """Take the node away."""
+        """Removes the node."""
         self.off()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("netns", "del", self.space)
@@ -232,12 +232,12 @@ class Nodes:
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def close(self) -> None:
-        """Take everything away. Idempotent."""
+        """Removes all nodes. Idempotent."""
         self._closing.close()
 
 
 def fill(path: Path) -> None:
-    """Give all room that is left where a file lies to this file."""
+    """Fills the file system of a file by making the file longer."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 1 << 12):
@@ -249,7 +249,7 @@ def fill(path: Path) -> None:
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to processes, those that are still there."""
+    """Sends a signal to those processes that still exist."""
     for one in processes:
         with contextlib.suppress(psutil.Error):
             one.send_signal(number)

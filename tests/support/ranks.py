@@ -34,7 +34,7 @@ def run_ranks(
     """
     command = [sys.executable]
     if ranks > 1:
-        command += ["-m", "megatron.adaptive", "launch", "--standalone"]
+        command += ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
         command += ["--nproc-per-node", str(ranks)]
     job = subprocess.Popen(
         [*command, *words],

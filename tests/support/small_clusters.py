@@ -102,7 +102,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def solve(problem: Problem) -> SearchResult:
-    """Search it."""
+    """Searches the best plan."""
     return searcher_of(problem).search()
 
 

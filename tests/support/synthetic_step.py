@@ -30,7 +30,7 @@ _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
 def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -> list[Ints]:
-    """Make the rows of each rank.
+    """Makes the rows of each rank.
 
     Args:
         result: the simulated step.

@@ -187,7 +187,7 @@ class Truth:
 
 
 def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
-    """Write the trace files of a made-up run into a folder.
+    """Writes the trace files of a made-up run to a folder.
 
     Raises:
         ScheduleError: the schedule does not suit the pipeline.
@@ -299,7 +299,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulate one replica's step; its rows have global ranks for peers."""
+        """Simulates one replica's step; peers in its rows are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -322,7 +322,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Write an iteration of all ranks; returns when the next one begins."""
+        """Writes an iteration of all ranks; returns the time at which the next one begins."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)

@@ -50,7 +50,7 @@ _PATIENCE = 20  # steps without a move, after which the partition at hand is the
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Let every transformer layer of this process take so long, and backwards twice as long.
+    """Makes each transformer layer of this process take a given time, backward twice as long.
 
     Args:
         seconds: of a layer.
@@ -69,7 +69,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Let also the forward of each layer by itself take its time."""
+    """Makes the forward pass of each single layer take its time too."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -90,7 +90,7 @@ def factor_of(module: Any) -> float:
 
 
 def keep_microbatches() -> None:
-    """Let :func:`share_of` know the microbatches of the step."""
+    """Tells :func:`share_of` the microbatches of the step."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -124,7 +124,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Move layers after these iterations, and only then."""
+    """Moves layers only after these iterations."""
     done = 0
 
     def after_step(_: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
@@ -136,7 +136,7 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) -> None:
-    """Let the first look decide, then train in turns under its partition and under others.
+    """Lets the first check decide, then trains in turns under its partition and others.
 
     Args:
         others: partitions to compare with.

@@ -21,7 +21,7 @@ Timed = tuple[str, int, int, int, int]
 
 
 def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
-    """Run all forwards, then all backwards, each as soon as its input is there and its rank free.
+    """Simulates all forwards, then all backwards, each as soon as input and rank are free.
 
     Returns the actions of each rank in executed order.
     """
@@ -88,14 +88,14 @@ def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:
-    """Record a span: action, chunk, microbatch, start, end, and more by name."""
+    """Records a span: action, chunk, microbatch, start, end, and other columns by name."""
     recorder.extend([row_of(Span(*span, iteration=0, **more))])
 
 
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Write spans with the recorder; iterations begin where the spans do."""
+    """Writes spans with the recorder; iterations begin where the spans do."""
     with Recorder(folder, header) as recorder:
         iteration = None
         for span in spans:

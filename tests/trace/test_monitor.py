@@ -30,7 +30,7 @@ Header = Callable[..., TraceHeader]
 
 
 def report(folder: Path, *lines: dict[str, Any]) -> None:
-    """Append to the trainer's progress."""
+    """Appends a line to the trainer's progress file."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
 
@@ -72,7 +72,7 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Look until something is so, as the writers are threads."""
+    """Reads until a condition is true, because the writers are threads."""
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
         assert time.monotonic() < end_s, snapshot
@@ -246,7 +246,7 @@ def test_a_run_without_traces_has_its_progress(tmp_path: Path) -> None:
 
 def test_the_latest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TraceError, match="there is no runs/latest here"):
+    with pytest.raises(TraceError, match="no run in .*: give the folder of a run"):
         find_live(None)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("one")

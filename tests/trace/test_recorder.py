@@ -138,7 +138,7 @@ def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run code with ``folder``, ``header`` and ``row`` at hand in a process of its own."""
+    """Runs code with ``folder``, ``header`` and ``row`` in a separate process."""
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError

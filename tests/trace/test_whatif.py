@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.adaptive.cli.trace import main
+from megatron.adaptive.cli.trace import what_if_run
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
 from megatron.adaptive.trace.metrics import run_figures
@@ -201,8 +201,8 @@ def test_files_data_frames_and_the_command_say_the_same(
     frame = what_if_table(pandas.DataFrame(table))
     assert frame.value.tolist() == rows["value"]
     picture = tmp_path / "heat.png"
-    arguments = ["whatif", str(tmp_path / "traces"), "--picture", str(picture)]
-    assert main([*arguments, "--json"]) == 0
+    arguments = [str(tmp_path / "traces"), "--picture", str(picture)]
+    assert what_if_run([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -337,7 +337,7 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Make standard error a terminal; returns a function that ends it and reads all of it.
+        """Makes standard error a terminal; returns a function that closes it and returns its text.
 
         Not a fixture, for pytest puts standard error back after fixtures are set up.
         """

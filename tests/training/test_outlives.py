@@ -43,7 +43,7 @@ class Job:
 
     def __init__(self, folder: Path, flags: str, output: Path) -> None:
         self._output, self._error = output, folder / "error.txt"
-        words = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+        words = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
         words += ["--nproc-per-node", "2", str(TRAINER), *SMALL_GPT.split()]
         words += "--num-layers 2 --pipeline-model-parallel-size 2 --mock-data".split()
         words += "--train-iters 100000 --lr-decay-style constant --log-interval 1".split()

@@ -188,7 +188,7 @@ def train(rank: Rank, kind: str) -> None:
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
 ) -> None:
-    """Run the backwards of some microbatches and send their gradients; frees memory as we do."""
+    """Runs the backward passes of some microbatches, sends gradients, and frees memory."""
     for received, output in graphs:
         value = output.detach().clone()
         output.data = torch.empty(1)  # as deallocate_output_tensor and custom_backward do it
@@ -333,6 +333,8 @@ def child(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), numbers(1000, number))
         return
     held = wait(transport).take()
+    # Groups of earlier programs wait for their threads when they are freed, and a child has none.
+    gc.collect()
     pid = os.fork()
     if pid == 0:
         said = error_of(lambda: transport.send(peer, label(0), held))
@@ -526,7 +528,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keep channels of an earlier job open while a new one starts and ends; then be killed."""
+    """Keeps channels of an earlier job open while a new job starts and ends; is then killed."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))

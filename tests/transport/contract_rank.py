@@ -71,7 +71,7 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> tuple[Transport, int]:
-        """Connect with the peers, by default all others.
+        """Connects to the peers, by default to all other ranks.
 
         Args:
             kind: of the transport.
@@ -109,15 +109,15 @@ class Rank:
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Tell the others, and the test, that this rank got here."""
+        """Tells the other ranks and the test that this rank has reached a point."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:
-        """Wait until somebody, or the test, got there."""
+        """Waits until a rank or the test has reached a point."""
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
     def join_group(self, store: dist.Store | None = None) -> None:
-        """Make the process group that gloo needs, over ``store`` if that is given."""
+        """Joins the process group that gloo needs, over ``store`` if given."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -128,12 +128,12 @@ class Rank:
             )
 
     def exit_with(self, value: Any) -> NoReturn:
-        """End this process at once, with ``value`` as what the program returned."""
+        """Ends this process at once, with ``value`` as the result of the program."""
         self._connection.send(("done", value))
         os._exit(0)
 
     def finish(self) -> None:
-        """Close what the program left open."""
+        """Closes all channels that the program left open."""
         for transport in self._transports:
             transport.close()
         if dist.is_initialized():
@@ -215,7 +215,7 @@ def wait(transport: Transport, limit_s: float = LIMIT_S) -> Arrival:
 
 
 def error_of(action: Callable[[], Any]) -> list[str]:
-    """Return class and text of the error that ``action()`` raises."""
+    """Returns class and text of the error that ``action()`` raises."""
     try:
         action()
     except AdaptiveError as error:
@@ -224,7 +224,7 @@ def error_of(action: Callable[[], Any]) -> list[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in order, as bytes."""
+    """Returns a tensor's elements in order, as bytes."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -236,7 +236,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of random bits; both sides make the same."""
+    """Returns a tensor of random bits, the same on both sides."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
-    """Return the nodes of ranks 0 and 1, with a channel between them."""
+    """Returns the nodes of ranks 0 and 1, with a channel between them."""
     module = extension.require("a test")
     low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
@@ -37,7 +37,7 @@ def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
 def open_transports(
     kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
 ) -> tuple[NativeTransport, NativeTransport]:
-    """Return the same as transports, which leave four slots to their senders.
+    """Returns the nodes as transports, which leave four slots to their senders.
 
     Args:
         kind: ``shm`` or ``tcp``.
@@ -58,7 +58,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Close transports at the same time; returns what they raised."""
+    """Closes transports at the same time; returns their errors."""
     raised: list[BaseException] = []
 
     def close(one: Any) -> None:
@@ -77,7 +77,7 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
 
 
 def take(transport: Transport) -> Arrival:
-    """Return the next message of a transport."""
+    """Returns the next message of a transport."""
     item = transport.completions.wait(time.monotonic() + LIMIT_S)
     assert isinstance(item, Arrival)
     return item
@@ -88,7 +88,7 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Return the names of what began within the ``record_function`` of that name.
+    """Returns the names of events inside the ``record_function`` of this name.
 
     The profiler itself synchronizes when it stops.
     """

@@ -58,12 +58,12 @@ class Pool:
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
-        """Run a program on the first workers and return what each rank returned."""
+        """Runs a program on the first workers and returns the result of each rank."""
         self.start(program, range(num_ranks), **arguments)
         return [self.result(rank) for rank in range(num_ranks)]
 
     def start(self, program: str, workers: Sequence[int], **arguments: Any) -> None:
-        """Let some workers begin a program; they are its ranks, in this order.
+        """Starts a program on some workers, which are its ranks in this order.
 
         Args:
             program: ``module.function``, of this folder.
@@ -76,7 +76,7 @@ class Pool:
             self._connections[worker].send(job)
 
     def result(self, worker: int, limit_s: float = WATCHDOG_S) -> Any:
-        """Wait for the end of the program on a worker and return what it returned."""
+        """Waits for the end of the program on a worker and returns its result."""
         connection = self._connections[worker]
         if not connection.poll(limit_s):
             self.stop()
@@ -92,7 +92,7 @@ class Pool:
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Wait for the end of a worker and return its exit status, negative for a signal."""
+        """Waits for the end of a worker and returns its exit status, negative for a signal."""
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
@@ -100,12 +100,12 @@ class Pool:
         return status
 
     def text(self, worker: int) -> str:
-        """Return what a worker wrote to stdout and stderr."""
+        """Returns the output of a worker (stdout and stderr)."""
         path = None if self._folder is None else self._folder / f"{worker}.txt"
         return path.read_text() if path is not None and path.exists() else ""
 
     def await_mark(self, name: str) -> None:
-        """Wait until a program of the latest call has set this mark."""
+        """Waits until a program of the latest call has set this mark."""
         key = f"call-{self._calls}/{name}"
         end_s = time.monotonic() + WATCHDOG_S
         while not self._store.check([key]):
@@ -113,21 +113,21 @@ class Pool:
             time.sleep(0.005)
 
     def mark(self, name: str) -> None:
-        """Set a mark for the programs of the latest call."""
+        """Sets a mark for the programs of the latest call."""
         self._store.set(f"call-{self._calls}/{name}", "set")
 
     def pid(self, worker: int) -> int:
-        """Return the process id of a worker."""
+        """Returns the process id of a worker."""
         pid = self._processes[worker].pid
         assert pid is not None
         return pid
 
     def signal(self, worker: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker."""
+        """Sends a signal to a worker."""
         os.kill(self.pid(worker), number)
 
     def stop(self) -> None:
-        """Kill the workers."""
+        """Kills the workers."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()

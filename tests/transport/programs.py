@@ -273,7 +273,7 @@ def watch(
     on_lost: Any = lambda error: None,
     **options: Any,
 ) -> Watcher:
-    """Join the job whose store is at ``port``, and watch it.
+    """Joins the job whose store is at ``port``, and watches its ranks.
 
     Args:
         rank: this rank.

@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
-    """Assert that the survivor's line about the dead rank is there, once and complete."""
+    """Checks that the survivor's line about the dead rank appears once and is complete."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -83,9 +83,11 @@ class RankGroup:
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
         """Runs ``action`` on rank 0 and returns its result, or raises its error, on all ranks."""
-        result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
+        # The result is None on ranks other than 0, until from_first() broadcasts that of rank 0.
+        result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
-            return from_first(result, self.group)  # type: ignore[return-value]
+            of_first: _Result = from_first(result, self.group)
+        return of_first
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
         """Runs ``action`` on each rank; if it fails on any rank, raises an error on all.
@@ -102,14 +104,14 @@ class RankGroup:
                 the original error.
         """
         failure: Exception | None = None
-        result: Any = None
+        result: _Result | None = None
         try:
             result = action()
         except Exception as error:
             failure = error
         # Exchange one number first, which is faster than objects: usually no rank failed.
         if not self.any(failure is not None):
-            return result
+            return cast(_Result, result)
         report = None if failure is None else (_kind(failure), _one_line(failure))
         reports = enumerate(self.gather(report))
         failed = {rank: other for rank, other in reports if other is not None}

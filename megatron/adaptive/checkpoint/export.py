@@ -39,14 +39,19 @@ from megatron.adaptive.checkpoint.hugging_face_weights import (
     core_tensors,
     hugging_face_shapes,
     meet,
-    rows_of,
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
 from megatron.adaptive.checkpoint.reader import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
+from megatron.adaptive.checkpoint.safetensors import TensorFolder, write_folder
 from megatron.adaptive.config import adapters as peft
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.hugging_face import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    HuggingFaceModel,
+    load_config,
+)
 from megatron.adaptive.config.input_files import read_whole
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -65,13 +70,18 @@ class _Exported(NamedTuple):
     reader: CheckpointReader
     config: TrainerConfig  # vocab_size is the number of rows in the Hugging Face embedding
     like: Path
-    document: Mapping[str, Any]
+    model: HuggingFaceModel
     tensors: Mapping[str, CoreTensor]
 
 
 @contextlib.contextmanager
 def _opened(
-    checkpoints: Path, step: int | None, like: Path | None, output: Path, files: Sequence[str]
+    checkpoints: Path,
+    step: int | None,
+    like: Path | None,
+    output: Path,
+    files: Sequence[str],
+    hf_family: str | None,
 ) -> Iterator[_Exported]:
     """Opens a checkpoint to export, and makes the output folder.
 
@@ -81,6 +91,7 @@ def _opened(
         like: Hugging Face folder with the configuration, ``None`` for the one that the run used.
         output: Folder to make. It may exist.
         files: Names of files that the output folder must not contain yet.
+        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
@@ -100,20 +111,21 @@ def _opened(
             + (f" ({like} is gone)" if like else "")
             + ": give a folder with one as --config"
         )
-    document, arguments = load_config(like)
-    require_same(config, arguments, f"{like / CONFIG}", path)
+    hf_family = hf_family or config.checkpoint.hf_family
+    model = load_config(like, hf_family)
+    require_same(config, model.settings, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
         raise CheckpointError(f"{output} holds a model already: name another --output")
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, vocab_size=rows_of(arguments)),
-        checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
+        data=dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"]),
+        checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like), hf_family=hf_family),
     )
-    tensors = core_tensors(config, str(document["model_type"]))
+    tensors = core_tensors(config, model.family)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            yield _Exported(path, reader, config, like, document, tensors)
+            yield _Exported(path, reader, config, like, model, tensors)
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
@@ -146,9 +158,8 @@ class _HuggingFaceTensors:
             for name, shape in hugging_face_shapes(tensors).items()
         }
         for copied, name in copies.items():
-            if "layers" in copied:  # a tied output matrix (head) is not written
-                self._holders[copied] = self._holders[name]
-                self.about[copied] = self.about[name]
+            self._holders[copied] = self._holders[name]
+            self.about[copied] = self.about[name]
 
     def read_hugging_face(self, name: str) -> torch.Tensor:
         """Reads a whole Hugging Face tensor from the checkpoint."""
@@ -174,6 +185,7 @@ def export_folder(
     *,
     kind: str,
     shard_bytes: int,
+    hf_family: str | None = None,
 ) -> None:
     """Exports a checkpoint to a Hugging Face folder, one tensor at a time.
 
@@ -189,13 +201,14 @@ def export_folder(
             read from ``like``.
         shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
             own.
+        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,
             or the output cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
-    with _opened(checkpoints, step, like, output, files) as exported:
+    with _opened(checkpoints, step, like, output, files, hf_family) as exported:
         if kind == "adapters":
             adapters = _adapters_of(exported)
             no_limit = 1 << 62  # PEFT reads a single file
@@ -211,7 +224,9 @@ def export_folder(
         about, read = _merged(exported) if kind == "merged" else _plain(exported)
         write_folder(output, about, read, shard_bytes=shard_bytes)
         dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
-        write_files(output, {CONFIG: _config_of(exported.like / CONFIG, exported.document, dtype)})
+        write_files(
+            output, {CONFIG: _config_of(exported.like / CONFIG, exported.model.document, dtype)}
+        )
         for name in COMPANION_FILES:
             if (exported.like / name).is_file():
                 shutil.copyfile(exported.like / name, output / name)
@@ -234,7 +249,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     if extra:
         raise CheckpointError(
             f"{exported.path} has {extra[0]}, which models of type"
-            f" {exported.document['model_type']} have no place for: export a run without it"
+            f" {exported.model.document['model_type']} have no place for: export a run without it"
         )
     return model.about, model.read_hugging_face
 
@@ -268,7 +283,10 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 
 
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
-    copies = copies_of(exported.config, str(exported.document["model_type"]))
+    family = exported.model.family
+    copies = copies_of(exported.config, family)
+    # Only copies in layers are written; an output matrix (head) that is tied is left out.
+    copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
 
@@ -291,26 +309,29 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
 
 
-def require_same(config: TrainerConfig, arguments: Sequence[str], where: str, path: Path) -> None:
+def require_same(
+    config: TrainerConfig, settings: Mapping[str, Any], where: str, path: Path
+) -> None:
     """Checks that a checkpoint's settings match those of a configuration file.
 
     Args:
         config: Settings of the checkpoint.
-        arguments: Command-line arguments that correspond to the configuration file.
+        settings: Settings of the configuration file, by the names of their fields.
         where: Name of the configuration file in the text of the error.
         path: Path of the checkpoint in the text of the error.
 
     Raises:
         CheckpointError: If a setting differs; the text names it.
     """
-    expected_config = parse([*arguments, *_ANY_RUN], world_size=1, last_wins=True)
+    expected_config = parse(_ANY_RUN, world_size=1, settings=settings)
+    is_rotary = settings.get("position_embedding_type") == "rope"
     for group, names in (("model", (*SHAPES, *MEANINGS)), ("core", CORE_MEANINGS)):
         for name in names:
             saved = getattr(getattr(config, group), name)
             expected = getattr(getattr(expected_config, group), name)
             # Rotary embeddings have no weight with a row per position, so the number of positions
             # may differ.
-            is_free = name == "max_position_embeddings" and "rope" in arguments
+            is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
                     f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
@@ -360,10 +381,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
         AdaptiveError: If the folder's adapters are for another base model or other layers, or have
             another rank (``--lora-rank``).
     """
-    base = config.checkpoint.load_hf
-    family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
-    family = family if base is None else str(load_config(Path(base))[0]["model_type"])
-    adapters = adapter_tensors(config, core_tensors(config, family))
+    adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
@@ -422,10 +440,8 @@ def _adapter_config(exported: _Exported) -> bytes:
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)
     if loaded is not None and (loaded / peft.ADAPTER_CONFIG).is_file():
-        arguments = peft.adapter_arguments(loaded, peft.base_of(exported.config))
-        rank, alpha, dropout, targets = arguments[1::2]
-        numbers = (int(rank), float(alpha), float(dropout))
-        if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
+        saved = peft.adapter_settings(loaded, peft.base_of(exported.config))
+        if all(getattr(lora, name) == value for name, value in saved.items()):
             return read_whole(loaded / peft.ADAPTER_CONFIG)
     names = lora.lora_targets.split(",")
     if names == ["all-linear"]:

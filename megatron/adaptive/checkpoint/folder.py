@@ -309,7 +309,8 @@ class StepFolders:
         body.pop("checksum", None)
         if wrong := self._broken_rule(body):
             raise DamagedCheckpointError(f"{file}: {wrong}: it is damaged; {remedy}")
-        return body
+        manifest: dict[str, Any] = body
+        return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
         """Returns why a manifest is invalid although its checksum matches, or ``""``."""
@@ -669,6 +670,10 @@ class PipelineFolder(StepFolders):
 def is_shard(name: str) -> bool:
     """Returns whether a file contains tensors. Its checksums are then compared while reading."""
     return name.endswith(_SHARD)
+
+
+STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
+"""Beginnings of the names of checkpoints: of the trainer's, and of a ``Pipeline``'s."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:

@@ -1,10 +1,9 @@
 """Converts weights between Hugging Face models and megatron-core's models or checkpoints.
 
 Core tensors are megatron-core's, with the names that they have in a checkpoint. Hugging Face
-tensors are those of the Hugging Face folder. One table per model family
-(``config.hugging_face_names.NAMES``) maps the modules of one to the other. Each core tensor is
-assembled from rows of Hugging Face tensors. A list of :class:`RowRun` says which, and serves both
-import and export::
+tensors are those of the Hugging Face folder. The model's family (``config/families``) maps the
+modules of one to the other. Each core tensor is assembled from rows of Hugging Face tensors. A list
+of :class:`RowRun` says which, and serves both import and export::
 
     core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or one tensor
@@ -37,8 +36,10 @@ from megatron.adaptive.checkpoint import megatron_state
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.writer import Entry, common_files, indices_of, write_file
-from megatron.adaptive.config.hugging_face import CONFIG, FLAGS_FILE, LOAD_FLAG, load_config
-from megatron.adaptive.config.hugging_face_names import NAMES, PREDICTION, FamilyNames
+from megatron.adaptive.config.arguments import flag_words
+from megatron.adaptive.config.families.base_family import Family
+from megatron.adaptive.config.families.weight_names import PREDICTION
+from megatron.adaptive.config.hugging_face import CONFIG, FLAGS_FILE, load_config
 from megatron.adaptive.config.megatron_core_flags import LATENT_SETTINGS
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
@@ -266,67 +267,69 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
     return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
-def core_tensors(config: TrainerConfig, family: str) -> dict[str, CoreTensor]:
+def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]:
     """Returns the core tensors of a model by their names in a checkpoint, in the model's order.
 
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
             embedding.
-        family: Model family, the ``model_type`` in the Hugging Face configuration.
+        family: Family of the model, which has the names of its modules.
     """
-    names = NAMES[family]
     tensors: dict[str, CoreTensor] = {}
     outside = _sizes(config, None)
 
     def add(*modules: str) -> None:
         for module in modules:
             if module in outside:
-                _add(tensors, module, outside[module], names.outside[module], names, module)
+                sources = family.outer_modules[module]
+                _add(tensors, module, outside[module], sources, family, module)
 
     add("embedding.word_embeddings", "embedding.position_embeddings")
     norm = outside["decoder.final_layernorm"]
     hidden = config.model.hidden_size
-    predictors = {**dict.fromkeys(PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
-    for layer in range(config.model.num_layers + _predictions(config, names)):
+    predictors = {
+        **dict.fromkeys(PREDICTION.values(), norm),
+        "eh_proj": ModuleSize((hidden,), 2 * hidden),
+    }
+    for layer in range(config.model.num_layers + _predictions(config, family)):
         sizes = _sizes(config, layer)
-        prefix = names.layer.format(layer)
+        prefix = family.layer_prefix.format(layer)
         saved = f"decoder.layers.{layer}."
         if (predicted := layer - config.model.num_layers) >= 0:
             saved = f"mtp.layers.{predicted}."
-            for module, sources in PREDICTION.items():
-                source = prefix + sources[0]
-                _add(tensors, module, predictors[module], [source], names, saved + module)
+            for source, module in PREDICTION.items():
+                _add(tensors, module, predictors[module], [prefix + source], family, saved + module)
             saved += "transformer_layer."
-        for module, sources in names.inside.items():
+        for module, sources in family.layer_modules.items():
             if module in sizes:
                 full_names = [prefix + source for source in sources]
                 path = saved + _saved_module(module, config, layer)
-                _add(tensors, module, sizes[module], full_names, names, path)
+                _add(tensors, module, sizes[module], full_names, family, path)
     add("decoder.final_layernorm", "output_layer")
     return tensors
 
 
-def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
-    return (config.model.mtp_num_layers or 0) if names.predicts else 0
+def _predictions(config: TrainerConfig, family: Family) -> int:
+    return (config.model.mtp_num_layers or 0) if family.predicts else 0
 
 
-def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
+def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
     """Returns the Hugging Face tensors that repeat another tensor, with the name of the other.
 
     Examples are an output matrix (head) that is tied to the embedding, and the embedding and head
     that each multi-token prediction layer repeats.
     """
-    names = NAMES[family]
-    (embedding,) = NAMES[family].outside["embedding.word_embeddings"]
+    (embedding,) = family.outer_modules["embedding.word_embeddings"]
+    (output,) = family.outer_modules["output_layer"]
     is_tied = not config.model.untie_embeddings_and_output_weights
-    head = embedding if is_tied else names.outside["output_layer"][0]
+    head = embedding if is_tied else output
     copies = {}
-    for number in range(_predictions(config, names)):
-        layer = names.layer.format(config.model.num_layers + number)
+    for number in range(_predictions(config, family)):
+        layer = family.layer_prefix.format(config.model.num_layers + number)
         copies[f"{layer}embed_tokens.weight"] = f"{embedding}.weight"
         copies[f"{layer}shared_head.head.weight"] = f"{head}.weight"
     if is_tied:
-        copies[f"{names.outside['output_layer'][0]}.weight"] = f"{embedding}.weight"
+        copies[f"{output}.weight"] = f"{embedding}.weight"
     return copies
 
 
@@ -354,7 +357,7 @@ def _add(
     module: str,
     size: ModuleSize,
     sources: Sequence[str],
-    names: FamilyNames,
+    family: Family,
     saved: str,
 ) -> None:
     """Adds a module's weight and bias to ``tensors``.
@@ -365,11 +368,11 @@ def _add(
         size: Size of the module's weight.
         sources: Names of the Hugging Face modules that the module is assembled from: one for each
             block, or one for all blocks.
-        names: Table of the model family, which maps megatron-core's names to Hugging Face names.
+        family: Family of the model, which says how its matrices are stored.
         saved: Name of the module in a checkpoint.
     """
     is_whole = module.endswith("expert_bias")
-    is_grouped = names.grouped and module.endswith("linear_qkv")
+    is_grouped = family.is_grouped and module.endswith("linear_qkv")
     for part, columns in (("weight", size.columns), ("bias", 0)):
         if part == "bias" and not size.has_bias:
             continue
@@ -379,7 +382,7 @@ def _add(
                 source = sources[min(block, len(sources) - 1)]
                 before = sum(size.blocks[:block]) if len(sources) == 1 else 0
                 name = (source if is_whole else f"{source}.{part}").format(expert)
-                transposed = names.turned and bool(columns) and "linear" in module
+                transposed = family.is_transposed and bool(columns) and "linear" in module
                 rows.append(RowRun(row, count, expert, name, before + first, transposed))
         separator = "" if is_whole or saved.endswith("_") else "."
         name = f"{saved}{separator}{'' if is_whole else part}"
@@ -438,11 +441,11 @@ class HuggingFaceReader:
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
         self._folder = TensorFolder(folder)
-        document, arguments = load_config(folder)
-        data = dataclasses.replace(config.data, vocab_size=rows_of(arguments))
-        family = str(document["model_type"])
-        self.tensors = core_tensors(dataclasses.replace(config, data=data), family)
-        self._copies = copies_of(config, family)
+        model = load_config(folder, config.checkpoint.hf_family)
+        data = dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"])
+        self.tensors = core_tensors(dataclasses.replace(config, data=data), model.family)
+        self._family = model.family
+        self._copies = copies_of(config, model.family)
         self._names = self._match(hugging_face_shapes(self.tensors), folder)
 
     def __enter__(self) -> HuggingFaceReader:
@@ -554,18 +557,13 @@ class HuggingFaceReader:
                 self._folder.read(source, row, 0, target)
             if not torch.equal(*both):
                 reason = "the model has one for both; take it out"
-                if "layers" not in name:
+                if not self._family.is_in_layer(name):
                     tied = "they are tied (tie_word_embeddings)"
                     reason = f"{CONFIG} says that {tied}: set it to false"
                 raise CheckpointError(
                     f"{first.file} has {name} with other values than {embedding}, and {reason}"
                 )
         return True
-
-
-def rows_of(arguments: Sequence[str]) -> int:
-    """Returns the value of ``--vocab-size`` in command-line arguments."""
-    return int(arguments[arguments.index("--vocab-size") + 1])
 
 
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
@@ -764,14 +762,15 @@ def carry_flags(config: TrainerConfig) -> None:
     if settings.save is None or target.exists():
         return
     if settings.load_hf is not None:
-        arguments = load_config(Path(settings.load_hf))[1]
-        lora = config.lora
-        if lora.is_on:
-            arguments += [LOAD_FLAG, str(Path(settings.load_hf).absolute())]
-            arguments += ["--lora-rank", str(lora.lora_rank)]
-            arguments += ["--lora-targets", lora.lora_targets]
-            if lora.lora_alpha is not None:
-                arguments += ["--lora-alpha", str(lora.lora_alpha)]
+        model = dict(load_config(Path(settings.load_hf), settings.hf_family).settings)
+        if config.lora.is_on:
+            model |= {"load_hf": str(Path(settings.load_hf).absolute())}
+            if settings.hf_family is not None:
+                model["hf_family"] = settings.hf_family
+            model |= {"lora_rank": config.lora.lora_rank, "lora_targets": config.lora.lora_targets}
+            if config.lora.lora_alpha is not None:
+                model["lora_alpha"] = config.lora.lora_alpha
+        arguments = flag_words(model)
         content = f"{shlex.join(arguments)}\n".encode()
     elif settings.load is not None and (source := Path(settings.load) / FLAGS_FILE).is_file():
         content = source.read_bytes()

@@ -492,7 +492,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
-    return state["wd_incr_style"] == "constant" and state["start_wd"] == state["end_wd"]
+    return bool(state["wd_incr_style"] == "constant" and state["start_wd"] == state["end_wd"])
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:

@@ -88,6 +88,8 @@ class SnapshotFile:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        head_bytes: int
+        self._slot_bytes: int
         head_bytes, self._slot_bytes = _LENGTHS.unpack_from(self.memory)
         self.raw_head = self.memory[_LENGTHS.size : _LENGTHS.size + head_bytes]
         self.head: dict[str, Any] = parse_json(self.raw_head, strict=False)

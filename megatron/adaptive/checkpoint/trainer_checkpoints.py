@@ -456,7 +456,8 @@ class Checkpoints:
         """Returns the number of ranks with equal state, which divide its reading and writing."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
-        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return count
 
 
 class _Content(NamedTuple):
@@ -563,7 +564,8 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
 
 def _replica_group() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
@@ -667,7 +669,7 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it has adapters, and the run has none (--lora-rank); export-hf --merge-lora makes one "
+            "it has adapters, and the run has none (--lora-rank); hf export --merge-lora makes one "
             "model of both"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
@@ -752,7 +754,7 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)
     if name == "max_position_embeddings":
-        return model.position_embedding_type != "learned_absolute"
+        return bool(model.position_embedding_type != "learned_absolute")
     if name == "rope_scaling_factor":
         return not model.use_rope_scaling
     return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"

@@ -176,6 +176,7 @@ class ShardWriter:
         self._heads: Heads = {}
         self._indices: dict[str, bytes] = {}
 
+    @torch.no_grad()
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
     ) -> tuple[dict[str, bytes], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """``checkpoint``: lists checkpoints, describes one, and checks them for damage.
 
-These commands do not import torch. This module also contains ``import-hf`` and ``export-hf``, which
+These commands do not import torch. This module also contains ``hf import`` and ``hf export``, which
 convert Hugging Face folders to checkpoints and back, and do import torch.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, find
+from megatron.adaptive.checkpoint.folder import INDEX, STEP_PREFIXES, StepFolders, find
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.arguments import flag_words, parse
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
 from megatron.adaptive.config.input_files import parse_json, read_whole
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
@@ -26,6 +26,8 @@ _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
+_FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
+_FOLDER = "checkpoints"
 # Keys of manifests whose values are long.
 _LONG = ("config", "files", "blocks", "options", "states")
 
@@ -37,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
         Exit status: 1 if a checkpoint is damaged, else 0.
     """
     options = _parser().parse_args(argv)
-    path = Path(options.folder)
-    folders, steps = find(path, options.step)
+    folders, steps = find(options.folder or _newest_folder(), options.step)
     if options.what == "show":
         about = _about(folders, steps[-1])
         show(json.dumps(about, indent=1) if options.json else "\n".join(_lines(about)))
@@ -54,18 +55,33 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="checkpoint", description="List checkpoints, describe one, or check them for damage."
+        prog=f"{PROGRAM} checkpoint",
+        description="List checkpoints, describe one, or check them for damage.",
     )
     text = (
-        "verify: read all files; list: read manifests only; show: describe the newest or one step"
+        "verify: read all files; list: read manifests only, the default; show: describe the newest"
+        " step or that of --step"
     )
-    parser.add_argument("what", choices=("verify", "list", "show"), help=text)
-    parser.add_argument(
-        "folder", metavar="DIR", help="folder of checkpoints, or a single checkpoint"
-    )
+    modes = ("verify", "list", "show")
+    parser.add_argument("what", nargs="?", choices=modes, default="list", help=text)
+    text = "folder of checkpoints, or a single checkpoint; by default the newest run's"
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=text)
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _newest_folder() -> Path:
+    """Returns the folder ``checkpoints`` of the newest run that saved any."""
+    from megatron.adaptive.trace.locate import newest_run, searched
+
+    newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
+    if newest is None:
+        raise CheckpointError(
+            f"no run with a folder {_FOLDER} in {searched()}: name the folder that --save or"
+            " Pipeline.save was given"
+        )
+    return newest / _FOLDER
 
 
 def _row(folders: StepFolders, step: int, *, is_read: bool) -> dict[str, Any]:
@@ -141,37 +157,42 @@ def import_hf(argv: Sequence[str]) -> None:
     Also writes the model's flags for the trainer to a file next to the checkpoint.
     """
     parser = CommandParser(
-        prog="import-hf",
+        prog=f"{PROGRAM} hf import",
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
     parser.add_argument("folder", metavar="DIR", help="config.json and *.safetensors")
     parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
+    parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     options = parser.parse_args(argv)
     folder = Path(options.folder).absolute()
     output = Path(options.output)
-    document, flags = load_config(folder)
-    kind = document.get("dtype", document.get("torch_dtype"))
+    model = load_config(folder, options.hf_family)
+    kind = model.document.get("dtype", model.document.get("torch_dtype"))
     half = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(str(kind), [])
-    config = parse([*_RUN, *half, LOAD_FLAG, str(folder)], world_size=1)
+    family = [] if options.hf_family is None else ["--hf-family", options.hf_family]
+    config = parse([*_RUN, *half, *family, LOAD_FLAG, str(folder)], world_size=1)
     _load_libraries()
     from megatron.adaptive.checkpoint.hugging_face_weights import import_folder
 
     path = import_folder(folder, output, config)
-    (output / FLAGS_FILE).write_text(shlex.join(flags) + "\n", encoding="utf-8")
+    (output / FLAGS_FILE).write_text(
+        shlex.join(flag_words(model.settings)) + "\n", encoding="utf-8"
+    )
     show(f"{path}: train with --load {output} --finetune and the flags in {FLAGS_FILE} there")
 
 
 def export_hf(argv: Sequence[str]) -> None:
     """Converts a checkpoint to a Hugging Face folder, in the format of ``transformers``."""
     parser = CommandParser(
-        prog="export-hf",
+        prog=f"{PROGRAM} hf export",
         description="Convert a checkpoint to a Hugging Face folder, for transformers or vLLM.",
     )
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
-    text = "folder with config.json and tokenizer; by default that of import-hf or --load-hf"
+    text = "folder with config.json and tokenizer; by default that of hf import or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
+    parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
@@ -190,6 +211,7 @@ def export_hf(argv: Sequence[str]) -> None:
         Path(options.output),
         kind=options.kind,
         shard_bytes=round(options.shard_gb * _GB),
+        hf_family=options.hf_family,
     )
     show(f"{options.output}: written")
 

@@ -22,7 +22,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.inventory import rdma_ports, resolve, why_no_gpu_use
 from megatron.adaptive.cluster.node_processes import check_port
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.network import interface_of, is_loopback, own_address
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         1 if something is missing that a run needs, else 0.
     """
     parser = CommandParser(
-        prog="python -m megatron.adaptive doctor",
+        prog=f"{PROGRAM} doctor",
         description="Check this node. With --master-addr also check the connection between two"
         " nodes: start it on both with the address of one of them.",
     )
@@ -240,7 +240,7 @@ def _names() -> Iterator[Check]:
         text += " here: gloo would listen at an address that no other node reaches"
         mend = (
             f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
-            "submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+            "job submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
         )
     yield _check("host name", text, mend)
 

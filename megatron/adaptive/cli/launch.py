@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
 from megatron.adaptive.cluster.inventory import loopback_variables
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.command_parser import count
+from megatron.adaptive.config.command_parser import PROGRAM, count
 from megatron.adaptive.config.environment import require_files
 from megatron.adaptive.config.input_files import natural, printable
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -88,7 +88,7 @@ def _launch(argv: Sequence[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         _wait_for_store(options)
-        run(options)  # type: ignore[no-untyped-call]
+        run(options)
     except ChildFailedError as error:
         return _report(error)
     except (DistError, MeetingError, RendezvousError) as error:
@@ -104,14 +104,15 @@ def _read_options(argv: Sequence[str]) -> Any:
     """Parses torchrun's options; shortens the error message for a wrong option."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
-    parser = get_args_parser()
+    parser: Any = get_args_parser()
+    parser.prog = f"{PROGRAM} job launch"
     help_text = "processes of all nodes, if nodes have different numbers"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
+        raise ConfigError(f"{message}; see {parser.prog} --help")
 
-    parser.error = complain  # type: ignore[method-assign]
+    parser.error = complain
     options = parser.parse_args(list(argv))
     if not _NODES.fullmatch(options.nnodes):
         raise ConfigError(f"--nnodes {options.nnodes}: write a number from 1 on, or LEAST:MOST")

@@ -2,9 +2,9 @@
 
 ::
 
-    node master [conf.sh] [options]     the first pod: waits for the others, then trains
-    node worker [options]               another pod: waits for the master, then trains
-    node slurm CONF RUN_DIR             a node of a Slurm job
+    job node master [conf.sh] [options]   the first pod: waits for the others, then trains
+    job node worker [options]             another pod: waits for the master, then trains
+    job node slurm CONF RUN_DIR           a node of a Slurm job
 
 Nodes on pods find each other before torchrun starts::
 
@@ -51,7 +51,7 @@ from megatron.adaptive.cluster.node_processes import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WORK_FOLDER, job_secret
 from megatron.adaptive.config.input_files import (
     natural,
@@ -89,11 +89,21 @@ def main(argv: Sequence[str]) -> int:
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
     if role in ("-h", "--help"):
-        print((__doc__ or "").partition("Nodes on pods")[0].strip())
+        print(_USAGE)
         return 0
     if role not in roles:
-        raise ConfigError(f"node {role}: give master, worker or slurm; see node master --help")
+        raise ConfigError(f"job node {role}: give master, worker or slurm; see job node --help")
     return roles[role](argv[1:])
+
+
+_USAGE = f"""\
+usage: {PROGRAM} job node master [CONF.SH] [OPTIONS]
+       {PROGRAM} job node worker [OPTIONS]
+       {PROGRAM} job node slurm SETTINGS FOLDER
+
+Runs one node of a job. run_master.sh starts the master: the first node, which waits for the others
+and then trains. run_worker.sh starts a worker, which waits for the master. Slurm's script calls
+slurm. job node master --help and job node worker --help describe their options."""
 
 
 def _parser(role: str, description: str) -> CommandParser:
@@ -260,17 +270,17 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
 
 
 def _slurm(argv: Sequence[str]) -> int:
-    parser = CommandParser(prog="node slurm")
-    parser.add_argument("conf", type=Path, help="settings that submit wrote")
+    parser = CommandParser(prog=f"{PROGRAM} job node slurm")
+    parser.add_argument("conf", type=Path, help="settings that job submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.parse_args(argv)
-    answer = read_json(options.conf, "name the settings that submit wrote")
+    answer = read_json(options.conf, "name the settings that job submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
     _say_missing(answer.get("secrets", ()))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
-        raise SetupError("node slurm: it is started by srun, from a script that submit wrote")
+        raise SetupError("job node slurm: srun starts it, from a script that job submit wrote")
     address = resolve(head)
     if rank == 0 and is_loopback(address):
         address = own_address(conf["IFNAME"])

@@ -25,7 +25,7 @@ from megatron.adaptive.cli.doctor import node_report
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, parse_counts, read_inputs
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.input_files import read_text
 from megatron.adaptive.config.plan_file import load_plan
 from megatron.adaptive.config.schedule import parse_partition
@@ -143,7 +143,7 @@ def _discover(files: Sequence[Path]) -> int:
 
 def _parser(*, required: bool) -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive plan",
+        prog=f"{PROGRAM} plan",
         description="Find the best ways to train a model on a cluster; see docs/planner.md.",
     )
     add_input_arguments(parser, required=required)
@@ -180,7 +180,7 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         "only print a cluster file, from Slurm and nvidia-smi, or from their and doctor's outputs"
     )
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
-    text = "only compare predictions with traced runs, like validate"
+    text = "only compare predictions with traced runs, like plan validate"
     add("--check", metavar="DIR", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)

@@ -1,4 +1,4 @@
-"""Reads the inputs that ``plan`` and ``validate`` share: model, cluster and measured durations.
+"""Reads what ``plan`` and ``plan validate`` take: model, cluster and measured durations.
 
 With ``--calibrate``, a profile is fitted to the traces of runs by ``planner.calibrate``. This
 module defines the options and reads facts that traces do not contain.

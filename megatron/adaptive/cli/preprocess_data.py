@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli, show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
@@ -107,7 +107,7 @@ _WORKERS: dict[str, Any] = {
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="preprocess_data.py",
+        prog=f"{PROGRAM} data preprocess",
         description="Convert JSON lines to the .bin and .idx files of --data-path.",
     )
     add = parser.add_argument
@@ -151,7 +151,7 @@ def _make_corpus(argv: Sequence[str]) -> int:
 def _corpus_parser() -> CommandParser:
     defaults = CorpusSpec(output_dir=Path())
     parser = CommandParser(
-        prog="make_corpus.py",
+        prog=f"{PROGRAM} data corpus",
         description="Create a training corpus from the Python standard library's source files.",
     )
     add = parser.add_argument

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +43,13 @@ _ON_CPU = (
 
 def main(argv: Sequence[str]) -> int:
     """Trains GPT with Megatron-LM's flags, as one of the processes that torchrun started."""
-    if importlib.util.find_spec("megatron.training") is None:
-        if {"-h", "--help"} & set(argv):
-            print(f"{_USAGE}\n\n{_lacking()}")
+    is_missing = importlib.util.find_spec("megatron.training") is None
+    if {"-h", "--help"} & set(argv):
+        print(_USAGE, end="\n\n", flush=True)  # Megatron-LM's own help follows if it is installed
+        if is_missing:
+            print(_lacking())
             return 0
+    if is_missing:
         raise SetupError(_lacking())
     if not hasattr(typing, "override"):  # before Python 3.12
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
@@ -61,17 +63,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 _USAGE = """\
-usage: python -m megatron.adaptive pretrain FLAG ...
+usage: python -m megatron.adaptive train megatron-lm FLAG ...
 
 Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the error message that says what must be installed for ``pretrain``."""
+    """Returns the error message that says what must be installed for ``train megatron-lm``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
-        "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
-        "PYTHONPATH; pretrain-gpt runs with any"
+        "train megatron-lm needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM "
+        "on PYTHONPATH; train rank runs with any version"
     )
 
 
@@ -83,9 +85,9 @@ def _pretrain(on_cpu: bool) -> None:
 
     # Megatron-LM compiles a C++ helper with a makefile, and exits if that fails. The wheel contains
     # the compiled helper but no makefile, so skip the compilation.
-    utils = importlib.import_module("megatron.core.datasets.utils")
+    utils: Any = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
-        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+        utils.compile_helpers = lambda: None
     if on_cpu:
         training.initialize_megatron = functools.partial(
             training.initialize_megatron, allow_no_cuda=True
@@ -214,6 +216,7 @@ def _cached_datasets() -> Any:
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
+# Megatron-LM reads this attribute of the function.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -289,10 +292,8 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     """Reads a microbatch and returns this rank's part of each sequence (context parallelism)."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
     from megatron.adaptive.accelerator import current_device
+    from megatron.adaptive.gpt.core_releases import part_of_context_rank
 
     sample = next(data_iterator)
     device = current_device()
@@ -300,11 +301,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
         name: None if sample.get(name) is None else sample[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
-    group = {"cp_group": parallel_state.get_context_parallel_group()}
-    # Version 0.18 of megatron-core added this required argument.
-    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
-        group["is_hybrid_cp"] = False
-    return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
+    return SimpleNamespace(**part_of_context_rank(batch))
 
 
 class _LossCheck(NamedTuple):
@@ -362,5 +359,5 @@ def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
         f"{flag} ({description}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
-        "megatron.adaptive.install() instead of pretrain"
+        "megatron.adaptive.install() instead of train megatron-lm"
     )

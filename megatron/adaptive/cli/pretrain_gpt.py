@@ -1,7 +1,8 @@
 """``pretrain_gpt.py``: trains GPT with Megatron-LM's command line through an adaptive pipeline.
 
-``train`` trains from a recipe file and can start the processes itself. ``evaluate`` runs a text
-through an existing model, without training. ``flags`` prints all flags, as the parser defines them.
+``train recipe`` trains from a recipe file and can start the processes itself. ``evaluate`` runs a
+text through an existing model, without training. ``train flags`` prints all flags, as the parser
+defines them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import yaml
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, expected, open_streams, show
-from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
-from megatron.adaptive.config.command_parser import CommandParser, count, last_value
+from megatron.adaptive.config.arguments import flag_table, make_parser, parse, read_recipe
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.hugging_face import FLAGS_FILE
@@ -33,18 +34,18 @@ from megatron.adaptive.config.unsupported_flags import IDLE, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, TransportError
 
 _USAGE = """\
-usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
+usage: python -m megatron.adaptive train recipe RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
 
 Trains with the settings of a recipe, whose keys are the trainer's flags (docs/flags.md), and prints
 them. KEY=VALUE overrides the file, or chooses one of its variants. With load_hf=DIR the folder's
-model is used, whatever sizes the recipe has. OPTIONS are those of launch; on several nodes:
+model is used, whatever sizes the recipe has. OPTIONS are those of job launch; on several nodes:
 -- --node-rank N --master-addr HOST. --dry-run only checks and prints, and needs no data."""
 
 
 _FLAGS_HEAD = """\
 # Flags of `pretrain_gpt.py`
 
-Made by `python -m megatron.adaptive flags > docs/flags.md`; change the fields in
+Made by `python -m megatron.adaptive train flags > docs/flags.md`; change the fields in
 `megatron/adaptive/config/`, not this file.
 
 A switch takes no value; its default is off. Several spellings of one flag are separated
@@ -65,6 +66,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def rank(argv: Sequence[str]) -> int:
+    """Trains as one process of a run, for ``train rank``; with ``--help`` prints all flags."""
+    if {"-h", "--help"} & set(argv):
+        parser = make_parser()
+        parser.prog = f"{PROGRAM} train rank"
+        parser.print_help()
+        return 0
+    return run(argv)
+
+
 def train(argv: Sequence[str]) -> int:
     """Trains from a recipe file, as one of torchrun's processes or by starting the processes."""
     return run(argv, _train)
@@ -81,7 +92,7 @@ def _train(argv: Sequence[str]) -> int:
     is_dry = "--dry-run" in settings
     settings = [setting for setting in settings if setting != "--dry-run"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        raise ConfigError("the recipe is missing: name a YAML file first, see train --help")
+        raise ConfigError("the recipe is missing: name a YAML file first, see train recipe --help")
     path = Path(settings[0])
     recipe = read_recipe(load_recipe(path), settings[1:], str(path))
     environment = Environment.read()
@@ -103,7 +114,7 @@ def _train(argv: Sequence[str]) -> int:
             " -- --node-rank N --master-addr HOST after the settings"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
-    program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
+    program = ["-m", "megatron.adaptive", "train", "rank", *recipe.flags]
     return launch.main([*shape, *options, *program])
 
 
@@ -142,7 +153,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _evaluate(argv: Sequence[str]) -> int:
     parser = CommandParser(
-        prog="evaluate",
+        prog=f"{PROGRAM} evaluate",
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
         description="Print the perplexity of a model on a text, and a sample of its output. FLAGS"
         " are those of the trainer; the model's come from CKPT/model_flags.txt or config.json.",
@@ -170,7 +181,7 @@ def _evaluate(argv: Sequence[str]) -> int:
         if options.nproc_per_node == 1:
             return main(run_flags)
         start = ["--standalone", "--nproc-per-node", str(options.nproc_per_node)]
-        return launch.main([*start, "-m", "megatron.adaptive", "pretrain-gpt", *run_flags])
+        return launch.main([*start, "-m", "megatron.adaptive", "train", "rank", *run_flags])
 
 
 _WEIGHTS_ALONE = ("--finetune", "--exit-on-missing-checkpoint")
@@ -180,15 +191,15 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 def _model_flags(flags: Sequence[str]) -> list[str]:
     """Returns the model's flags from a file in the folder of checkpoints that ``--load`` names.
 
-    The file is written by ``import-hf`` and by training runs.
+    The file is written by ``hf import`` and by training runs.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
         return []
     try:
-        return shlex.split(read_text(path, "run import-hf again"))
+        return shlex.split(read_text(path, "run hf import again"))
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; run import-hf again") from None
+        raise ConfigError(f"{path}: {error}; run hf import again") from None
 
 
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
@@ -279,7 +290,7 @@ def _speaks(error: AdaptiveError) -> bool:
 def flags(argv: Sequence[str]) -> int:
     """Prints a list of all flags to stdout, as Markdown."""
     if "-h" in argv or "--help" in argv:
-        print("usage: python -m megatron.adaptive flags > docs/flags.md")
+        print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
         raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")

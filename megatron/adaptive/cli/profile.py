@@ -1,6 +1,6 @@
 """``profile``: measures a model's layers and the links between ranks, for the planner.
 
-The file that it writes is described in ``docs/planner.md``.
+The file that it writes is described in ``docs/reference/planner.md``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.cli.plan_inputs import add_host_argument, parse_counts, traced_runs
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
@@ -66,7 +66,7 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive profile",
+        prog=f"{PROGRAM} profile",
         description="Measure a model's layers and the links between ranks, for the planner.",
     )
     add = parser.add_argument

@@ -25,9 +25,10 @@ from megatron.adaptive.cli.status import (
     summary,
 )
 from megatron.adaptive.cluster.conf import SETTINGS
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.locate import newest_run, searched
 from megatron.adaptive.trace.metrics import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.trace_format import shared_gpu_note
@@ -37,17 +38,18 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 def main(argv: Sequence[str]) -> int:
     """Writes the report of a job as an HTML page and prints the page's path."""
     parser = CommandParser(
-        prog="python -m megatron.adaptive report",
+        prog=f"{PROGRAM} job report",
         description="Write one page about a job: configuration, curves, use of each node, "
         "pipeline, errors. It needs nothing but a browser.",
     )
     add = parser.add_argument
-    add("job", help="id of the job, which is the name of its folder of logs; or that folder")
+    text = "id of the job, which is the name of its folder of logs; or that folder (newest job)"
+    add("job", nargs="?", help=text)
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
     add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
     options = parser.parse_args(argv)
-    job = options.job
     logs = options.log_dir or WORK_FOLDER / "logs"
+    job = options.job or _newest_job(logs)
     if "/" in job or (options.log_dir is None and Path(job).is_dir()):
         folder = Path(job).absolute()
         job = folder.name
@@ -59,6 +61,18 @@ def main(argv: Sequence[str]) -> int:
     write_html(target, str(report["title"]), package, "report", data, ["report.js"])
     show(str(target.resolve()))
     return 0
+
+
+def _newest_job(logs: Path) -> str:
+    """Returns the id of the job that wrote to its folder of logs last."""
+    parents = [logs.absolute()]
+    newest = newest_run(["*.out", "progress.jsonl"], parents)
+    if newest is None:
+        raise SetupError(
+            f"no job in {searched(parents)}: name the job's folder, or the LOG_DIR of its conf.sh"
+            " with --log-dir"
+        )
+    return newest.name
 
 
 MAX_POINTS = 5000

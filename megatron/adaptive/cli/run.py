@@ -3,13 +3,13 @@
 ::
 
     start all nodes of a job from one machine:
-        python -m megatron.adaptive run --machines machines.txt pretrain_gpt.py ...
+        python -m megatron.adaptive train elastic --machines machines.txt pretrain_gpt.py ...
     take part in a job as one node; run it on each node:
-        python -m megatron.adaptive run --checkpoint DIR pretrain_gpt.py ...
+        python -m megatron.adaptive train elastic --checkpoint DIR pretrain_gpt.py ...
     the same for a script that trains a Pipeline:
-        python -m megatron.adaptive run --checkpoint DIR train.py ...
+        python -m megatron.adaptive train elastic --checkpoint DIR train.py ...
     print the state of a job:
-        python -m megatron.adaptive run --status DIR
+        python -m megatron.adaptive train elastic --status DIR
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, last_value, number
+from megatron.adaptive.config.command_parser import (
+    PROGRAM,
+    CommandParser,
+    count,
+    last_value,
+    number,
+)
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive run",
+        prog=f"{PROGRAM} train elastic",
         description="Train, and continue in another layout when machines join or leave.",
     )
     add = parser.add_argument
@@ -145,9 +151,11 @@ def _run(options: argparse.Namespace) -> int:
 
     script = options.script
     if script is None:
-        raise ConfigError(f"run: name the script to train with, such as {_TRAINER}")
+        raise ConfigError(f"train elastic: name the script to train with, such as {_TRAINER}")
     if not script.is_file():
-        raise ConfigError(f"run: {script}: no such file; name the script, such as {_TRAINER}")
+        raise ConfigError(
+            f"train elastic: {script}: no such file; name the script, such as {_TRAINER}"
+        )
     is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
     folder: Path | str | None
     if is_pipeline:
@@ -158,8 +166,8 @@ def _run(options: argparse.Namespace) -> int:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
-                "run: a job that changes its layout needs checkpoints: add --checkpoint DIR or"
-                " --save"
+                "train elastic: a job that changes its layout needs checkpoints: add --checkpoint"
+                " DIR or --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Parse the trainer's arguments, so that an error is reported before any process starts.
@@ -195,8 +203,8 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
     reason += " Pipeline"
     if options.checkpoint is None:
         raise ConfigError(
-            f"run: {reason}: name the folder of its checkpoints with --checkpoint DIR, or say"
-            " --runs trainer"
+            f"train elastic: {reason}: name the folder of its checkpoints with --checkpoint DIR, or"
+            " say --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""``run_single.sh``: prepares data, trains, and draws a chart, on one machine in one command."""
+"""``train single``: prepares data, trains and draws a chart, on one machine in one command.
+
+``run_single.sh`` calls it in a checkout.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,11 @@ from pathlib import Path
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
-from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
-_PACKAGE = "megatron.adaptive"
 _SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
 _REPARTITION_INTERVAL = 20
@@ -76,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="run_single.sh",
+        prog=f"{PROGRAM} train single",
         description="Train a small GPT through a pipeline of processes on this machine.",
         epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
         otherwise="options of the trainer follow after --",
@@ -213,16 +215,14 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     if environment.exists():
         show(f"  source {shlex.quote(str(environment))}")
     if chart:
-        for command in ("process-trace", "visualize-trace"):
-            script = (
-                f"{command.replace('-', '_')}.py" if IS_CHECKOUT else f"-m {_PACKAGE} {command}"
-            )
-            show(f"  python {script} {flags}")
+        for mode, script in (("process", "process_trace.py"), ("draw", "visualize_trace.py")):
+            command = f"python {script}" if IS_CHECKOUT else f"{PROGRAM} trace {mode}"
+            show(f"  {command} {flags}")
     show(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    resume_command = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
+    resume_command = "bash run_single.sh" if IS_CHECKOUT else f"{PROGRAM} train single"
     resume_command += f" {flags} --resume"
     # The checkpoint contains a learning rate schedule that ends with this run. To train longer, it
     # must be replaced.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
@@ -108,7 +108,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive simulate",
+        prog=f"{PROGRAM} simulate",
         description="Compare pipeline schedules on simulated work.",
         formatter_class=_Formatter,
     )
@@ -120,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedules", default=_SCHEDULES, metavar="A,B", help=text)
     work = parser.add_argument_group("work")
     add = work.add_argument
-    add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
+    text = "measured times; see docs/reference/schedules.md"
+    add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
         ("forward", 1.0, "S", "seconds of a rank's forward"),
         ("backward", 1.0, "S", "seconds of a rank's backward by inputs"),

@@ -24,7 +24,7 @@ from typing import Any
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.inventory import ENDED
-from megatron.adaptive.config.command_parser import CommandParser, last_value
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, last_value
 from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
 from megatron.adaptive.config.input_files import open_file, parse_json, read_whole
 from megatron.adaptive.errors import SetupError
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 if the job makes no progress, or a node was lost or reported an error; else 0.
     """
-    parser = CommandParser(prog="get_result.sh", description="Report the state of a job.")
+    parser = CommandParser(prog=f"{PROGRAM} job status", description="Report the state of a job.")
     add = parser.add_argument
     add("job", help="id of the job, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")

@@ -22,7 +22,7 @@ from megatron.adaptive.cluster.node_processes import (
     mounts_of,
     python_of,
 )
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER, masked
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -30,8 +30,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 def main(argv: Sequence[str]) -> int:
     """Checks the configuration, writes the batch script and submits it to Slurm."""
     parser = CommandParser(
-        prog="python -m megatron.adaptive submit",
-        description="Write the script of a Slurm job and submit it.",
+        prog=f"{PROGRAM} job submit", description="Write the script of a Slurm job and submit it."
     )
     add = parser.add_argument
     conf_file = WORK_FOLDER / "conf.sh"
@@ -91,7 +90,7 @@ lost() {
 }
 
 status=0
-%SRUN% "$python" -m megatron.adaptive node slurm "$settings" "$run" || status=$?
+%SRUN% "$python" -m megatron.adaptive job node slurm "$settings" "$run" || status=$?
 again=''
 if ((status == %EARLY%)); then
   again='the time was nearly over'
@@ -205,7 +204,7 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
             f"SLURM_FLAGS={shlex.join(shown)}: it contains a secret, which every user could read in"
-            " the script: set the variable in conf.sh, or export it before submit"
+            " the script: set the variable in conf.sh, or export it before job submit"
         )
     return options + user_options
 

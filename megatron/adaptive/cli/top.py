@@ -1,4 +1,4 @@
-"""``top``: shows in the terminal what each rank of a run is doing now.
+"""``job top``: shows in the terminal what each rank of a run is doing now.
 
 Shows each rank's current action, the progress of training, step time, tokens per second, loss,
 bubble (fraction of idle time), waits and memory. For an ended run, shows the last state::
@@ -31,7 +31,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.monitor import LiveRank, LiveRun, Snapshot, find_live
@@ -80,11 +80,12 @@ def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="top", description="Show what a run does now, or did last. Ctrl-C ends it."
+        prog=f"{PROGRAM} job top",
+        description="Show what a run does now, or did last. Ctrl-C ends it.",
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")
-    run = "folder of the run, or of its traces (default: runs/latest)"
+    run = "folder of the run, or of its traces (default: the newest run here)"
     period = f"time between two frames ({PERIOD_S})"
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="DIR", help=run)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.legacy_text import legacy_name
@@ -44,34 +44,30 @@ from megatron.adaptive.trace.views.view import (
     refuse_shared_files,
 )
 
-PROGRAM = "python -m megatron.adaptive trace"
-DIAGNOSE = "diagnose"
+_TRACE = f"{PROGRAM} trace"
 _Iterations = tuple[int, ...] | None
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts: those with the most uneven load."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the subcommand ``trace``."""
-    if argv and argv[0] in _SUBCOMMANDS:
-        return _SUBCOMMANDS[argv[0]](argv[1:])
+    """Prints the figures of a run and writes its views; returns the exit status."""
     parser = _parser(
-        PROGRAM,
+        _TRACE,
         "Print where the time of a step went on each pipeline rank, and write the views of the "
-        f"run. 'trace {DIAGNOSE} DIR' reports what slows the run, 'trace whatif DIR' what changes "
-        "would gain, 'trace import' reads traces of other programs.",
+        "run.",
     )
     return _show(parser, argv, formats="all")
 
 
 def process(argv: Sequence[str]) -> int:
-    """Runs ``process_trace.py``: prints a run's figures and writes its events as JSON.
+    """Prints a run's figures and writes its events as JSON, for ``process_trace.py`` too.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
     (events,) = find_views(["perfetto"])
     parser = _parser(
-        "process_trace.py",
+        f"{_TRACE} process",
         f"Print busy time, waits and bubble of each pipeline rank, and write the {events.summary}.",
         by_shape=True,
     )
@@ -79,12 +75,12 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Runs ``visualize_trace.py``: draws the executed order of actions in one iteration.
+    """Draws the executed order of one iteration, for ``visualize_trace.py`` too.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
     parser = _parser(
-        "visualize_trace.py",
+        f"{_TRACE} draw",
         "Draw the executed order of one iteration: a row per stage, forward blue, backward "
         "green, shaded by chunk, waits by cause, idle grey.",
         by_shape=True,
@@ -92,7 +88,8 @@ def visualize(argv: Sequence[str]) -> int:
     return _show(parser, argv, formats="xlsx,png", report=False)
 
 
-def _diagnose(argv: Sequence[str]) -> int:
+def diagnose_run(argv: Sequence[str]) -> int:
+    """Names what slows a run, and a remedy; returns the exit status."""
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
 
@@ -101,7 +98,7 @@ def _diagnose(argv: Sequence[str]) -> int:
 
     names = ", ".join(cause.name for cause in built_in_causes())
     parser = _parser(
-        f"{PROGRAM} {DIAGNOSE}",
+        f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}.",
     )
@@ -111,11 +108,12 @@ def _diagnose(argv: Sequence[str]) -> int:
     return _answer(parser, argv, find)
 
 
-def _what_if(argv: Sequence[str]) -> int:
+def what_if_run(argv: Sequence[str]) -> int:
+    """Prints how much faster a run would be with other times; returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
-        f"{PROGRAM} whatif",
+        f"{_TRACE} whatif",
         "Simulate the recorded steps with other times: how much the run loses, on which ranks, and"
         " what each repair would gain.",
     )
@@ -151,14 +149,15 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
     return 0
 
 
-def _import(argv: Sequence[str]) -> int:
+def import_run(argv: Sequence[str]) -> int:
+    """Writes the trace of another program in this project's format; returns the exit status."""
     parser = CommandParser(
-        prog=f"{PROGRAM} import",
+        prog=f"{_TRACE} import",
         description="Read the trace of another program and write it in this project's format.",
     )
     source = (
         "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
-        "per rank), or spans of Megatron-LM; see docs/traces.md"
+        "per rank), or spans of Megatron-LM; see docs/reference/traces.md"
     )
     ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
     add = parser.add_argument
@@ -182,9 +181,6 @@ def _import(argv: Sequence[str]) -> int:
         f" iterations {describe_numbers(run.iterations)}, {spans:,} spans: {arguments.output}"
     )
     return 0
-
-
-_SUBCOMMANDS = {DIAGNOSE: _diagnose, "whatif": _what_if, "import": _import}
 
 
 def _show(
@@ -258,11 +254,11 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
             parser.add_argument(*names, type=count, metavar=metavar, help=text)
         help_text = (
             "folder of the run, its traces folder, or a trace_pipeline_*.txt file "
-            "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)"
+            "(default: the newest run here)"
         )
         parser.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
     else:
-        help_text = "folder of the run or its traces folder (default: runs/latest)"
+        help_text = "folder of the run or its traces folder (default: the newest run here)"
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
         "iterations that figures and curves cover, or one; the last complete one of them is drawn "

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.input_files import aligned
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive transport",
+        prog=f"{PROGRAM} transport",
         description="Check what can connect the ranks of a pipeline, and how fast.",
     )
     add = parser.add_argument

@@ -1,6 +1,6 @@
-"""``validate``: shows how well the planner predicts a user's own traced runs.
+"""``plan validate``: shows how well the planner predicts a user's own traced runs.
 
-    python -m megatron.adaptive validate --data DIR --model M --cluster FILE [--profile FILE]
+    python -m megatron.adaptive plan validate --data DIR --model M --cluster FILE [--profile FILE]
         [--rows] [--json]
 
 ``DIR`` is a folder with the traces of a run, or a folder that contains several such folders. The
@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs, traced_runs
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import PROGRAM, CommandParser
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="python -m megatron.adaptive validate",
-        description="Compare predicted with measured step times.",
+        prog=f"{PROGRAM} plan validate", description="Compare predicted with measured step times."
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")

@@ -30,7 +30,7 @@ _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
     """Creates the field of each variable from its type, default as text, help text and choices."""
     return {
-        name: spec_of(name, kind, default, help=meaning, choices=tuple(choices))
+        name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
     }
 

@@ -451,7 +451,7 @@ class Membership:
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
         """Starts the agent of a machine and waits until the agent ends."""
-        arguments = ["-m", "megatron.adaptive", "run", "--agent"]
+        arguments = ["-m", "megatron.adaptive", "train", "elastic", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""
         environment = dict(os.environ)

@@ -145,7 +145,14 @@ def python_of(conf: LaunchConf) -> str:
 def node_command(conf: LaunchConf, node: NodePlace, run_dir: Path) -> list[str]:
     """Returns the command that starts a node's processes."""
     command = [*_profiler(conf, node.node_rank, run_dir), python_of(conf)]
-    command += ["-m", "megatron.adaptive", "launch", "--world-size", str(sum(node.processes))]
+    command += [
+        "-m",
+        "megatron.adaptive",
+        "job",
+        "launch",
+        "--world-size",
+        str(sum(node.processes)),
+    ]
     command += ["--nnodes", str(len(node.processes)), "--node-rank", str(node.node_rank)]
     command += ["--nproc-per-node", str(node.processes[node.node_rank])]
     command += ["--master-addr", node.master_addr, "--master-port", str(node.master_port)]
@@ -383,7 +390,7 @@ def check_files(conf: LaunchConf) -> None:
             if not path.is_file():
                 raise ConfigError(
                     f"DATA={conf['DATA']}: there is no file {path}; make it with python -m "
-                    "megatron.adaptive preprocess-data, or set DATA=mock"
+                    "megatron.adaptive data preprocess, or set DATA=mock"
                 )
     image = conf["IMAGE"] or ""
     is_file = {"apptainer": "://" not in image, "pyxis": image.startswith(("/", "./"))}.get(

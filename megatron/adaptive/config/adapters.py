@@ -1,4 +1,4 @@
-"""Expands ``--load-hf`` and ``--load-lora`` to flags, and finds the linear layers with adapters.
+"""Finds the settings of ``--load-hf`` and ``--load-lora``, and the linear layers with adapters.
 
 ``--load-hf`` names a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
 adapters (LoRA) that the library PEFT wrote.
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.command_parser import flags_in, last_value
-from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.command_parser import flags_in
+from megatron.adaptive.config.families.base_family import Family
+from megatron.adaptive.config.families.config_keys import Settings
+from megatron.adaptive.config.families.registry import built_in_families
 from megatron.adaptive.config.hugging_face import CONFIG, LOAD_FLAG, load_config
-from megatron.adaptive.config.hugging_face_names import NAMES
 from megatron.adaptive.config.input_files import read_json
-from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -29,60 +30,52 @@ _IDLE = frozenset(
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Flags whose values must fit the shapes of the weights in the folder, so users cannot change them.
+# Settings whose values must fit the shapes of the weights in the folder, so users cannot change
+# them.
 _SIZES = frozenset(
     """
-    --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
-    --kv-channels --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
-    --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim
     """.split()
 )
 _LONGEST_PATTERN = 1000
-_MOST_DIGITS = 6
 # Finds nested repetitions such as (a*)*: matching them may take exponential time, so refuse them.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
 # Values of init_lora_weights with which PEFT leaves the weights of the model itself unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
-def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
-    """Adds the flags that ``--load-hf`` and ``--load-lora`` imply, unless the user gave them.
+def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Settings:
+    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply, if their flags are absent.
 
     Args:
-        argv: Command line of the trainer.
-        specs: Specification of each flag, by the name of its field.
+        values: Settings on the command line, by the names of their fields.
+        argv: Command line of the trainer, which error messages quote.
 
     Raises:
         ConfigError: A folder cannot be read, the trainer does not support its model or adapters, or
             a size on the command line contradicts the model.
     """
-    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    given_fields = {dest_of.get(argument.split("=", 1)[0]) for argument in argv}
-    added: list[str] = []
-    for flag in (LOAD_FLAG, "--load-lora"):
-        if (text := last_value(argv, flag)) is None:
-            continue
-        folder = Path(text)
-        if flag == LOAD_FLAG:
-            implied = load_config(folder)[1]
-        else:
-            implied = adapter_arguments(folder, _base_of([*argv, *added]))
-        sizes = {dest_of.get(name): (name, value) for name, value in flags_in(argv).items()}
-        for name, values in flags_in(implied).items():
-            if dest_of[name] not in given_fields:
-                added += [name, *values]
-            elif name in _SIZES:
-                _require_size(*sizes[dest_of[name]], values, f"{flag} {folder}")
-    return [*argv, *added]
+    implied: Settings = {}
+    if (folder := values.get("load_hf")) is not None:
+        implied = load_config(Path(folder), values.get("hf_family")).settings
+        for name, size in implied.items():
+            if name in _SIZES and values.get(name, size) != size:
+                typed = _typed_flag(name, argv)
+                raise ConfigError(
+                    f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
+                    f" {size}: leave it out"
+                )
+    if (folder := values.get("load_lora")) is not None:
+        implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
+    return {name: value for name, value in implied.items() if name not in values}
 
 
-def _require_size(name: str, typed: Sequence[str], values: Sequence[str], where: str) -> None:
-    """Raises an error if a size on the command line differs from the size in the model's folder."""
-    is_number = len(typed) == 1 and typed[0].isdigit()
-    if is_number and int(typed[0]) != int(values[0]):
-        raise ConfigError(
-            f"{name} {typed[0]} contradicts {where}, whose {CONFIG} says {values[0]}: leave it out"
-        )
+def _typed_flag(name: str, argv: Sequence[str]) -> str:
+    """Returns the spelling of a setting's flag on a command line."""
+    spellings = flag_specs()[name].names
+    return next((flag for flag in flags_in(argv) if flag in spellings), spellings[0])
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
@@ -96,7 +89,7 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
     absent = ["q_proj"] if config.core.q_lora_rank is not None else ["q_down_proj", "q_up_proj"]
     names = {
         core: parts
-        for core, parts in NAMES[family].inside.items()
+        for core, parts in family.layer_modules.items()
         if ".linear_" in core and "expert" not in core and core.split("linear_")[1] not in absent
     }
     if not config.model.is_gated:
@@ -139,41 +132,47 @@ class Base:
     """Describes the model for which adapters are trained (the base model).
 
     Attributes:
-        family: The model's ``model_type`` in ``transformers``, a key of :data:`NAMES`.
+        family: Family of the model in ``transformers``, whose names adapters have.
         layers: Number of the model's transformer layers.
     """
 
-    family: str
+    family: Family
     layers: int
 
 
 def base_of(config: TrainerConfig) -> Base:
     """Describes the model for which a run trains adapters."""
-    folder = config.checkpoint.load_hf
-    if folder is not None:
-        return Base(family=_family_of(Path(folder)), layers=config.model.num_layers)
-    family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
+    settings = config.checkpoint
+    is_latent = config.core.multi_latent_attention
+    family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)
     return Base(family=family, layers=config.model.num_layers)
 
 
-def _family_of(folder: Path) -> str:
-    return str(load_config(folder)[0]["model_type"])
+def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -> Family:
+    """Returns the family whose module names adapters have.
 
-
-def _base_of(argv: Sequence[str]) -> Base:
-    """Describes the model that a command line names, before the command line is parsed."""
-    layers = last_value(argv, "--num-layers") or ""
-    folder = last_value(argv, LOAD_FLAG)
+    Args:
+        folder: Value of ``--load-hf``; without it names are Llama's, or DeepSeek's.
+        hf_family: Value of ``--hf-family``.
+        is_latent: Whether the model has latent attention.
+    """
     if folder is not None:
-        family = _family_of(Path(folder))
-    else:
-        family = "deepseek_v3" if "--multi-latent-attention" in argv else "llama"
-    is_number = layers.isdigit() and len(layers) < _MOST_DIGITS
-    return Base(family=family, layers=int(layers) if is_number else 1)
+        return load_config(Path(folder), hf_family).family
+    return built_in_families()["deepseek_v3" if is_latent else "llama"]
 
 
-def adapter_arguments(folder: Path, base: Base) -> list[str]:
-    """Returns the trainer's flags for a folder of PEFT adapters.
+def _base_of(values: Mapping[str, Any]) -> Base:
+    """Describes the model of settings that have not been checked yet."""
+    family = base_family(
+        values.get("load_hf"),
+        values.get("hf_family"),
+        is_latent=values.get("multi_latent_attention", False),
+    )
+    return Base(family=family, layers=values.get("num_layers", 1))
+
+
+def adapter_settings(folder: Path, base: Base) -> Settings:
+    """Returns the trainer's settings for a folder of PEFT adapters, by the names of their fields.
 
     Args:
         folder: Folder that ``save_pretrained`` of PEFT wrote.
@@ -192,7 +191,7 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
             raise ConfigError(
                 f"{path}: {key} {value!r} is not supported here: train the adapters without it"
             )
-    arguments: list[str] = []
+    settings: Settings = {}
     # If a key is absent, PEFT uses these defaults.
     for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
         value = document.get(key, default)
@@ -200,9 +199,9 @@ def adapter_arguments(folder: Path, base: Base) -> list[str]:
         if not is_whole or isinstance(value, bool) or not isinstance(value, int | float):
             kind = "whole number" if key == "r" else "number"
             raise ConfigError(f"{path}: {key} is {value!r}: it must be a {kind}")
-        arguments += [f"--{key.replace('_', '-')}" if key != "r" else "--lora-rank", str(value)]
+        settings["lora_rank" if key == "r" else key] = value
     targets = _targets(document.get("target_modules"), base, str(path))
-    return [*arguments, "--lora-targets", ",".join(targets)]
+    return {**settings, "lora_targets": ",".join(targets)}
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
@@ -232,10 +231,10 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
 
 def _matching(pattern: str, base: Base, where: str) -> list[str]:
     """Returns the names of linear layers whose full module name matches a regular expression."""
-    names = NAMES[base.family]
+    family = base.family
     inside = {
         name
-        for core, parts in names.inside.items()
+        for core, parts in family.layer_modules.items()
         for name in parts
         if ".linear_" in core and "expert" not in core
     }
@@ -248,14 +247,14 @@ def _matching(pattern: str, base: Base, where: str) -> list[str]:
     except re.error as error:
         raise ConfigError(f"{where} {pattern!r} is no regular expression ({error})") from None
     by_layer = [
-        frozenset(name for name in inside if fits(names.layer.format(number) + name))
+        frozenset(name for name in inside if fits(family.layer_prefix.format(number) + name))
         for number in range(base.layers)
     ]
-    beyond = [name for parts in names.outside.values() for name in parts if fits(name)]
+    beyond = [name for name in family.outer_weights if fits(name)]
     if beyond:
         raise ConfigError(f"{where} {pattern!r} fits {beyond[0]}, which has no adapters here")
     if not any(by_layer):
-        raise ConfigError(f"{where} {pattern!r} fits no linear layer of {base.family}")
+        raise ConfigError(f"{where} {pattern!r} fits no linear layer of {family.model_types[0]}")
     if len({*by_layer}) > 1:
         number = next(number for number, fitting in enumerate(by_layer) if fitting != by_layer[0])
         raise ConfigError(

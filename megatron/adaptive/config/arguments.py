@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.adaptive.config import flag_checks
-from megatron.adaptive.config.adapters import expand_model
+from megatron.adaptive.config.adapters import model_settings_of
 from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.families.registry import model_settings
 from megatron.adaptive.config.flag_rules import GivenFlags
 from megatron.adaptive.config.flags import FieldSpec, fields_of
-from megatron.adaptive.config.hugging_face import MODEL_FLAGS
 from megatron.adaptive.config.input_files import natural, read_text
 from megatron.adaptive.config.layer_partition import lay_out
 from megatron.adaptive.config.plan_file import PLAN_FLAG, PLAN_HELP, expand_plan
-from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.config.trainer import TrainerConfig, flag_specs, groups
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for, refused_flags
 from megatron.adaptive.errors import ConfigError
 
@@ -94,6 +94,7 @@ def parse(
     last_wins: bool = False,
     needs_data: bool = True,
     installed: Installed | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> TrainerConfig:
     """Parses and checks a command line.
 
@@ -104,6 +105,8 @@ def parse(
             user's flags to their own. Otherwise a repeated flag is an error.
         needs_data: Whether the flags for data and for the tokenizer's files are required.
         installed: Optional packages that are installed; ``None`` looks them up.
+        settings: Values of settings whose flags are absent, by the names of their fields; ``None``
+            for none.
 
     Returns:
         Settings of the run, which have passed all checks of ``flag_checks.py``.
@@ -113,10 +116,12 @@ def parse(
             change.
         SystemExit: The help text was requested with ``--help``, and was printed.
     """
-    specs = _all_specs()
+    specs = flag_specs()
     argv = flags_where(argv, _is_active)
     _scan(argv, {PLAN_FLAG: PLAN_FLAG} | _dests(specs), last_wins=last_wins)
-    values = _read_values(expand_model(expand_plan(argv, specs, world_size), specs))
+    argv = expand_plan(argv, specs, world_size)
+    values = _accepted(settings or {}, specs) | _read_values(argv)
+    values = _accepted(model_settings_of(values, argv), specs) | values
     GivenFlags(values, specs).require(_EXCLUSIVE)
     _require_needed(values, specs)
     installed = installed or Installed.detect()
@@ -179,7 +184,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
     if (overriding | settings).get("load_hf"):
         # Drop the recipe's settings of the model, because the folder describes the model. An
         # argument that contradicts the folder is refused later.
-        settings = {field: settings[field] for field in settings.keys() - _model_fields()}
+        of_model = model_settings((overriding | settings).get("hf_family"))
+        settings = {field: settings[field] for field in settings.keys() - of_model}
     settings |= overriding
     counts = []
     for name in _PROCESSES:
@@ -187,7 +193,7 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         if not 1 <= (natural(value) or 0) <= _MOST_PROCESSES:
             raise ConfigError(f"{where}: {name} is {value}: it must be a whole number from 1 on")
         counts.append(int(value))
-    specs = _all_specs()
+    specs = flag_specs()
     flags = [
         argument
         for field, value in settings.items()
@@ -201,12 +207,6 @@ _PROCESSES = ("nodes", "processes_per_node")
 _MOST_PROCESSES = 4096
 
 
-def _model_fields() -> frozenset[str]:
-    """Returns the names of the settings that come from the folder of ``--load-hf``."""
-    dests = {name: spec.dest for spec in _all_specs().values() for name in spec.names}
-    return frozenset(dests[flag] for flag in MODEL_FLAGS)
-
-
 def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{where} holds {content!r}: it must be keys with values")
@@ -216,11 +216,11 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 def _by_field(part: Any, where: str) -> dict[str, Any]:
     """Returns the settings in a part of a recipe, by the name of each setting's field."""
     fields = {name: (name, True) for name in _PROCESSES}
-    for spec in _all_specs().values():
+    for spec in flag_specs().values():
         # If a flag such as --no-x turns a setting off, "no_x: true" means that the setting is off.
         same = spec.default is not True
         fields |= {name.strip("-").replace("-", "_"): (spec.dest, same) for name in spec.names}
-    fields |= {name: (name, True) for name in _all_specs()}
+    fields |= {name: (name, True) for name in flag_specs()}
     settings: dict[str, Any] = {}
     for key, value in _mapping(part, where).items():
         name = str(key).replace("-", "_")
@@ -262,11 +262,21 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
     Raises:
         ConfigError: A flag is unknown, or this trainer refuses it.
     """
-    dests = _dests(_all_specs())
+    dests = _dests(flag_specs())
     argv = flags_where(argv, _is_active)
     _scan(argv, dests, last_wins=True)
     kept = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
     return flags_where(argv, lambda name: dests.get(name) in kept)
+
+
+def flag_words(settings: Mapping[str, Any]) -> list[str]:
+    """Returns settings as flags of the trainer with their values, in the same order.
+
+    Args:
+        settings: Value of each setting, by the name of its field.
+    """
+    specs = flag_specs()
+    return [word for name, value in settings.items() for word in specs[name].words_of(value)]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -292,10 +302,6 @@ def _complaint(message: str) -> str:
 
 def _flagged(kind: type) -> list[FieldSpec]:
     return [spec for spec in fields_of(kind) if spec.has_flag]
-
-
-def _all_specs() -> dict[str, FieldSpec]:
-    return {spec.dest: spec for kind in groups().values() for spec in _flagged(kind)}
 
 
 def _title(kind: type) -> str:
@@ -348,6 +354,21 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
         dest: tuple(value) if isinstance(value, list) else value
         for dest, value in vars(namespace).items()
     }
+
+
+def _accepted(settings: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
+    """Returns settings in the types of their fields.
+
+    Raises:
+        ConfigError: A value is invalid; the message names its flag.
+    """
+    values = {}
+    for name, value in settings.items():
+        try:
+            values[name] = specs[name].accept(value)
+        except ValueError as error:
+            raise ConfigError(f"{'/'.join(specs[name].names)}: {error}") from None
+    return values
 
 
 def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:

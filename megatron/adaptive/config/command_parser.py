@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
+PROGRAM = "python -m megatron.adaptive"
+"""Command that runs this package. The name of a subcommand follows it."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises :class:`ConfigError`, and accepts no abbreviated options.
@@ -20,7 +23,12 @@ class CommandParser(argparse.ArgumentParser):
             text consists of the command's name, the message and the option with the most similar
             name.
         otherwise: Text that ends an error message if no option has a similar name.
-        options: Further arguments of ``argparse.ArgumentParser``.
+        prog: Name of the program in help texts and messages; ``None`` for that of the process.
+        usage: Text of the usage line; ``None`` makes it from the arguments.
+        description: Text above the list of arguments.
+        epilog: Text below the list of arguments.
+        formatter_class: Class that lays out the help text.
+        argument_default: Value of all arguments that are absent, ``argparse.SUPPRESS`` for none.
     """
 
     def __init__(
@@ -28,9 +36,22 @@ class CommandParser(argparse.ArgumentParser):
         *,
         complain: Callable[[str], str] | None = None,
         otherwise: str = "see --help",
-        **options: Any,
+        prog: str | None = None,
+        usage: str | None = None,
+        description: str | None = None,
+        epilog: str | None = None,
+        formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter,
+        argument_default: Any = None,
     ) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=formatter_class,
+            argument_default=argument_default,
+            allow_abbrev=False,
+        )
         self._complain = complain
         self._otherwise = otherwise
 
@@ -45,7 +66,13 @@ class CommandParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
         nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
         hint = f"the nearest is {nearest[0]}" if nearest else self._otherwise
-        raise ConfigError(f"{self.prog.split()[-1]}: {message}; {hint}")
+        raise ConfigError(f"{_short_name(self.prog)}: {message}; {hint}")
+
+
+def _short_name(prog: str) -> str:
+    """Returns the name of a program for an error message: ``job top``, or the file of a script."""
+    _, _, subcommand = prog.partition(f"{PROGRAM} ")
+    return subcommand or prog.split()[-1]
 
 
 def number(

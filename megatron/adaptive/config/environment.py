@@ -1,8 +1,9 @@
 """Reads environment variables, and lists those that are passed on to other nodes.
 
 It also finds out which optional packages are installed. Only this module reads environment
-variables; other modules get the values as an :class:`Environment`. ``run`` cannot pass flags to a
-user's own script. It therefore passes its instructions, a :class:`JobOrder`, in a single variable.
+variables; other modules get the values as an :class:`Environment`. ``train elastic`` cannot pass
+flags to a user's own script. It therefore passes its instructions, a :class:`JobOrder`, in a single
+variable.
 
 Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh
 they are sent by standard input, and on Slurm ``sbatch`` passes them on. Files, pages, logs and
@@ -50,7 +51,7 @@ Worker nodes receive them in the master's reply, Slurm jobs in a settings file. 
 secret values.
 """
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
-"""Prefixes of the variables that ``run`` passes over ssh to its agents on other machines."""
+"""Prefixes of the variables that ``train elastic`` passes over ssh to agents on other machines."""
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
@@ -140,13 +141,13 @@ class Environment:
         socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``); ``None`` if not set.
         has_agent_store: Whether the launcher, not rank 0, serves the rendezvous store
             (``TORCHELASTIC_USE_AGENT_STORE``).
-        copies: Setting of ``run`` for copies of the training state in memory
+        copies: Setting of ``train elastic`` for copies of the training state in memory
             (``MEGATRON_ADAPTIVE_COPIES``); ``None`` for no copies.
-        node: Name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), otherwise
-            ``None``.
-        lease: Number of the lease that gives this job of ``run`` the right to write to the
-            checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
-        job: Instructions of ``run`` to a script that trains a ``Pipeline``
+        node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``),
+            otherwise ``None``.
+        lease: Number of the lease that gives this job of ``train elastic`` the right to write to
+            the checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
+        job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), the text of a :class:`JobOrder`; otherwise ``None``.
         meeting_s: Time limit in seconds for all ranks to connect to each other at the start
             (``MEGATRON_ADAPTIVE_MEETING_S``).
@@ -366,16 +367,16 @@ JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
 """Exit status of ranks that have measured their model.
 
-``run`` then plans the parallel sizes from the measurements, and starts the ranks again.
+``train elastic`` then plans the parallel sizes from the measurements, and starts the ranks again.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """Holds the instructions of ``run`` to the ranks of a user's script.
+    """Holds the instructions of ``train elastic`` to the ranks of a user's script.
 
-    ``run`` may change the layout (parallel sizes, microbatch size and partition) during a job. The
-    ranks are then started again with new instructions.
+    ``train elastic`` may change the layout (parallel sizes, microbatch size and partition) during a
+    job. The ranks are then started again with new instructions.
 
     Attributes:
         checkpoints: Folder in which checkpoints are saved, and from which training resumes.
@@ -417,5 +418,5 @@ class JobOrder:
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"environment variable {JOB_VARIABLE} is {text[:60]!r}: only python -m"
-                " megatron.adaptive run sets it; unset it"
+                " megatron.adaptive train elastic sets it; unset it"
             ) from None

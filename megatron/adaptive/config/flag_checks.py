@@ -109,6 +109,7 @@ recompute_method recompute_num_layers distribute_saved_activations needs recompu
 distribute_saved_activations needs tensor_model_parallel_size>1
 distribute_saved_activations excludes sequence_parallel | the second splits activations already
 lora_alpha lora_dropout lora_targets load_lora needs lora_rank
+hf_family needs load_hf
 lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers have no adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
     | the sample is one plain text

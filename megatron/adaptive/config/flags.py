@@ -86,27 +86,68 @@ Folder = Annotated[str, Limits(unit="DIR")]
 File = Annotated[str, Limits(unit="FILE")]
 
 
-def flag(help_text: str, default: Any = None, **options: Any) -> Any:
+def flag(
+    help_text: str,
+    default: Any = None,
+    *,
+    names: tuple[str, ...] = (),
+    choices: tuple[str | int, ...] = (),
+    also_takes: Callable[[Any], bool] | None = None,
+    refused_choices: Mapping[str, str] | None = None,
+    unit: str | None = None,
+    derived: str = "",
+    takes_value: bool = False,
+    reader: Callable[[str], Any] | None = None,
+    detail: str = "",
+) -> Any:
     """Declares a dataclass field that a command line flag sets.
 
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
-        default: Value of the field if the flag is absent.
-        **options: Further attributes of the field's :class:`FieldSpec`, such as ``choices``.
+        default: Value of the field if the flag is absent; ``MISSING`` if the flag must be given.
+        names: Spellings of the flag, the first for messages; by default the field's name.
+        choices: Allowed values, if only certain values are allowed.
+        also_takes: Function that returns whether a value that is not in ``choices`` is accepted. It
+            raises ``ValueError`` to refuse the value with a reason.
+        refused_choices: Values that Megatron-LM accepts but this trainer refuses, each with the
+            reason.
+        unit: Placeholder for the value in help texts; ``None`` for that of the field's type.
+        derived: Description of the default, for a default that depends on other settings.
+        takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
+        reader: Function that converts the argument's text to a value. If the text is invalid, it
+            raises ``ValueError`` with the reason.
+        detail: Longer description that ``--help`` shows instead of ``help_text``.
     """
-    return field(default=default, metadata={_METADATA_KEY: {"help": help_text, **options}})
+    options = {
+        "help": help_text,
+        "names": names,
+        "choices": choices,
+        "also_takes": also_takes,
+        "refused_choices": refused_choices or {},
+        "derived": derived,
+        "takes_value": takes_value,
+        "reader": reader,
+        "detail": detail,
+    }
+    if unit is not None:
+        options["unit"] = unit
+    return field(default=default, metadata={_METADATA_KEY: options})
 
 
-def required(help_text: str, **options: Any) -> Any:
+def required(
+    help_text: str, *, names: tuple[str, ...] = (), unit: str | None = None, derived: str = ""
+) -> Any:
     """Declares a dataclass field without a default.
 
     The user must give the flag, unless ``derived`` is given: the parser then computes the value.
 
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
-        **options: Further attributes of the field's :class:`FieldSpec`, such as ``choices``.
+        names: Spellings of the flag, the first for messages; by default the field's name.
+        unit: Placeholder for the value in help texts; ``None`` for that of the field's type.
+        derived: Description of the value that the parser computes if the flag is absent.
     """
-    return field(metadata={_METADATA_KEY: {"help": help_text, **options}})
+    return flag(help_text, MISSING, names=names, unit=unit, derived=derived)
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
@@ -278,6 +319,41 @@ class FieldSpec:
         self.check(value)
         return value
 
+    def accept(self, value: Any) -> Any:
+        """Converts a value from a source other than the command line to this field's type.
+
+        A whole number becomes a float if the field is one, but no number is cut or rounded.
+
+        Raises:
+            ValueError: The value has another type or is invalid; the message gives the reason.
+        """
+        if self.many and isinstance(value, tuple | list):
+            return tuple(value)
+        if self.reader is not None:
+            return self.reader(str(value))
+        if self.base is float and type(value) is int:
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf
+        if type(value) is not self.base:
+            return self.convert(str(value))
+        if isinstance(value, int):
+            _check_size(value, str(value))
+        if isinstance(value, str):
+            _check_text(value)
+        self.check(value)
+        return value
+
+    def words_of(self, value: Any) -> list[str]:
+        """Returns the flag with a value, as words of a command line; no number is rounded."""
+        if self.is_switch:
+            return [] if bool(value) == (self.default is True) else [self.name]
+        if isinstance(value, tuple):
+            joint = "," if "," in self.unit else "-"
+            return [self.name, *([joint.join(map(str, value))] if self.reader else map(str, value))]
+        return [self.name, str(value)]
+
     def check(self, value: Any) -> None:
         """Checks that a value is one of the choices and within the bounds.
 
@@ -299,7 +375,7 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
     """Returns the description of each field of a settings dataclass, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
-        spec_of(item.name, hints[item.name], item.default, **item.metadata.get(_METADATA_KEY, {}))
+        spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))
         for item in dataclasses.fields(group)
     )
 
@@ -322,14 +398,14 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
             raise ConfigError(f"{name}: {error}") from None
 
 
-def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldSpec:
+def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> FieldSpec:
     """Makes the specification of a field from its type annotation and default.
 
     Args:
         name: Name of the field.
         hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
         default: Default value of the field; ``MISSING`` if there is none.
-        options: Further attributes of the :class:`FieldSpec`, from the field's metadata.
+        options: Further attributes of the :class:`FieldSpec` by name, from the field's metadata.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -342,7 +418,7 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
         base, limits = typing.get_args(base)
     assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"
     if "help" in options and not options.get("names"):
-        options["names"] = ("--" + name.replace("_", "-"),)
+        options = {**options, "names": ("--" + name.replace("_", "-"),)}
     return FieldSpec(
         dest=name,
         base=base,
@@ -367,14 +443,23 @@ def _convert_base(base: type, text: str) -> Any:
             raise ValueError(f"{_shown(text)} is not True or False")
         return _TRUTH_VALUES[text.lower()]
     if base is str:
-        if not text.strip():
-            raise ValueError("the value is empty; give one or leave the flag out")
+        _check_text(text)
         return text
     try:
         number = base(text)
     except ValueError:
         kind = "whole number" if base is int else "number"
         raise ValueError(f"{_shown(text)} is not a {kind}") from None
-    if base is int and abs(number) >= 1 << 63:
-        raise ValueError(f"{text[:24]!r} has more than 64 bits")
+    if base is int:
+        _check_size(number, text)
     return number
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise ValueError("the value is empty; give one or leave the flag out")
+
+
+def _check_size(number: int, text: str) -> None:
+    if abs(number) >= 1 << 63:
+        raise ValueError(f"{text[:24]!r} has more than 64 bits")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
+# megatron-core's texts say so in words. Without a value the flag is simply not given.
+_IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
     ParallelConfig,
@@ -88,6 +91,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "torch.dtype": (str, {"choices": _DTYPES}),
     "list[int]": (tuple[int, ...], {}),
     "list[str]": (tuple[str, ...], {}),
+    "Tuple[str, ...]": (tuple[str, ...], {}),
 }
 
 
@@ -113,9 +117,9 @@ def parse_pattern(text: str) -> int | list[int]:
         raise ValueError
 
     try:
-        pattern = value(ast.parse(text, mode="eval").body)
+        pattern: int | list[int] = value(ast.parse(text, mode="eval").body)
         if isinstance(pattern, int) or all(type(item) is int for item in pattern):
-            return pattern  # type: ignore[no-any-return]
+            return pattern
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise ValueError(f"{text!r} is neither a number nor a list such as ([1]*3+[0]*1)*2")
@@ -175,8 +179,9 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
-        has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        text = str(after.value.value) if has_text else ""  # type: ignore[attr-defined]
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
         default = item.value
         names = ()
         if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)
@@ -198,7 +203,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
             annotation=ast.unparse(item.annotation),
             default=value,
             names=names,
-            text=" ".join(text.split()),
+            text=_IDLE_DEFAULT.sub("", " ".join(text.split())),
         )
 
 

@@ -85,6 +85,11 @@ class CheckpointConfig:
         "Folder of a Hugging Face model: the run starts from its weights if --load has no "
         "checkpoint, and its config.json sets model flags that are absent."
     )
+    hf_family: str | None = flag(
+        "Your own family of Hugging Face models, for a model_type that this package lacks; see "
+        "docs/huggingface.md.",
+        unit="PACKAGE.MODULE:CLASS",
+    )
     ckpt_step: Natural | None = flag(
         "Iteration to load.", unit="ITERATION", derived="the latest complete checkpoint"
     )

@@ -286,8 +286,8 @@ class ScheduleConfig:
         "take the same time: by the lengths of documents, by the measured speed of the replicas, "
         "or by both; off gives every replica the same number.",
         choices=BALANCED,
-        derived="lengths with --variable-seq-lengths, both under run, otherwise off; always off if "
-        "the schedule or the layout does not support it",
+        derived="lengths with --variable-seq-lengths, both under train elastic, otherwise off; "
+        "always off if the schedule or the layout does not support it",
     )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
         "Limit on the activations that a rank keeps, in microbatches over all its chunks; only if "

@@ -118,7 +118,7 @@ def read_file(path: Path, form: str) -> Any:
         raise ConfigError(f"{path}: no {file_format}: {str(error).splitlines()[0]}") from error
 
 
-class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
+class _OnceLoader(yaml.SafeLoader):
     """YAML loader that refuses repeated keys and deep nesting, which PyYAML would accept."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:

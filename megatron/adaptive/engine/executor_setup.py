@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,45 @@ class Wiring:
             self.transport.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Neighbourhood:
+    """Contains the ranks to which this rank's pipeline connects it.
+
+    Attributes:
+        members: Global ranks of the pipeline; all ranks if stages have unequal numbers of ranks.
+        peers: Global ranks with which this rank exchanges messages.
+        route: Function that maps a position in the pipeline and this rank's index of a microbatch
+            to the global rank at that position and that rank's index of the microbatch.
+    """
+
+    members: list[int]
+    peers: list[int]
+    route: Callable[[int, int], tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
+    ) -> _Neighbourhood:
+        """Returns the neighbourhood of this rank; the arguments are those of build_executor."""
+        rank = dist.get_rank()
+        if widths is not None:
+            return cls(
+                members=list(range(widths.num_ranks)),
+                peers=list(widths.neighbours_of(rank)),
+                route=partial(widths.route, rank),
+            )
+
+        def route(position: int, microbatch: int) -> tuple[int, int]:
+            return pp_ranks[position], microbatch
+
+        neighbours = placement.neighbours_of(pp_ranks.index(rank))
+        return cls(
+            members=list(pp_ranks),
+            peers=[pp_ranks[position] for position in neighbours],
+            route=route,
+        )
+
+
 def build_executor(
     *,
     placement: Placement,
@@ -107,23 +146,12 @@ def build_executor(
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    rank = dist.get_rank()
     groups_before = process_groups()
-    pp_rank = pp_ranks.index(rank)
-    if widths is None:
-        members = list(pp_ranks)
-        peers = [pp_ranks[position] for position in placement.neighbours_of(pp_rank)]
-
-        def route(position: int, microbatch: int) -> tuple[int, int]:
-            return pp_ranks[position], microbatch
-    else:
-        members = list(range(widths.num_ranks))
-        peers = list(widths.neighbours_of(rank))
-        route = partial(widths.route, rank)
+    ranks = _Neighbourhood.of(placement, pp_ranks, widths)
     channels = None
-    if len(members) > 1:
+    if len(ranks.members) > 1:
         connector = Connector(
-            members=members,
+            members=ranks.members,
             gather=gather,
             accelerator=accelerator,
             payloads=Payloads(
@@ -134,12 +162,12 @@ def build_executor(
         )
         options = transport or TransportConfig()
         end = connector.own_end(places, options, _store_host())
-        channels = connector.connect(end, peers, options, _say)
+        channels = connector.connect(end, ranks.peers, options, _say)
     agreement = _build_agreement(model, places, channels, timeout_s)
     executor = Executor(
         placement=placement,
-        pp_rank=pp_rank,
-        route=route,
+        pp_rank=pp_ranks.index(dist.get_rank()),
+        route=ranks.route,
         transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),

@@ -87,7 +87,9 @@ class Lease:
         self._is_failing = False
         self._over = threading.Event()
 
-    def claim(self, **facts: Any) -> int:
+    def claim(
+        self, *, job: str | None = None, restarts: int | None = None, run: str | None = None
+    ) -> int:
         """Claims the right to write the folder.
 
         This succeeds at once if the previous holder has ended, was killed on this machine, or was
@@ -96,8 +98,9 @@ class Lease:
         Otherwise it blocks for up to ten seconds, to see whether the holder's counter rises.
 
         Args:
-            **facts: Facts about the job: its ID ``job`` and its number of ``restarts``; or, for a
-                manager, ``run``, by which the manager's ranks recognise it.
+            job: ID of the job, ``None`` for a manager.
+            restarts: Number of restarts of the job so far, from 0; ``None`` for a manager.
+            run: Name by which a manager's ranks recognise it, ``None`` for a job.
 
         Returns:
             Number of the claim.
@@ -106,7 +109,9 @@ class Lease:
             LeaseTakenError: Another job holds the folder.
             OSError: The folder cannot be written.
         """
-        self._claimed = {**_here(), "since_unix_s": time.time(), **facts}
+        facts = {"job": job, "restarts": restarts, "run": run}
+        self._claimed = {**_here(), "since_unix_s": time.time()}
+        self._claimed |= {name: fact for name, fact in facts.items() if fact is not None}
         self._make_folder()
         number = self._last()
         while not (number and self._is_alive(number)):
@@ -251,7 +256,11 @@ class Lease:
                 f"was taken over by {holder} while this job was stopped, so this job writes nothing"
             )
             text += " there"
-        see = f"see python -m megatron.adaptive run --status {self._folder}, " if is_managed else ""
+        see = (
+            f"see python -m megatron.adaptive train elastic --status {self._folder}, "
+            if is_managed
+            else ""
+        )
         return LeaseTakenError(
             f"{self._folder} {text}; {see}end that job, or name another folder", owner
         )

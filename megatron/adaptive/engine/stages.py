@@ -213,6 +213,7 @@ class MegatronStages(SplitStages):
             received.requires_grad_()
         model = self.chunks[chunk]
         with self.meter.measure(chunk, model.parameters()) if trains else _NOTHING:
+            output: torch.Tensor
             output, num_tokens = forward_step(
                 self.forward_step_func,
                 self.data_iterators[chunk],
@@ -253,14 +254,15 @@ class MegatronStages(SplitStages):
         arguments = (received, output, gradient, *self._backward_rest)
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
-                return backward_step(*arguments)  # type: ignore[no-any-return]
+                input_gradient: torch.Tensor | None = backward_step(*arguments)
+            return input_gradient
         last = microbatch == self.num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
-        answer = backward_step(*arguments)
+        input_gradient = backward_step(*arguments)
         if last:
             self._sync.after_last_backward(chunk)
-        return answer  # type: ignore[no-any-return]
+        return input_gradient
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Computes a part of the weight gradients that the backward pass (B) has deferred.
@@ -363,12 +365,7 @@ class ForwardBackward:
         widths = orders.widths
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if not len(chunks) == len(iterators) == orders.placement.num_chunks:
-            raise ConfigError(
-                f"{len(chunks)} model chunks and {len(iterators)} data iterators were given to a "
-                f"pipeline of {orders.placement.num_chunks} chunks per rank; give one of each per "
-                "chunk"
-            )
+        self._check_counts(len(chunks), len(iterators))
         stages = MegatronStages(
             forward_step_func=forward_step_func,
             data_iterators=iterators,
@@ -393,17 +390,30 @@ class ForwardBackward:
             )
         self._run(stages, sizes)
         if not forward_only and stages.config.finalize_model_grads_func is not None:
-            with self._span("reduce"):
-                stages.config.finalize_model_grads_func(
-                    chunks,
-                    stages.num_tokens if stages.config.calculate_per_token_loss else None,
-                    pg_collection=stages.groups,
-                    # Pass this argument only if it is needed, because megatron-core 0.15 lacks it.
-                    **({"force_all_reduce": True} if force_all_reduce else {}),
-                )
+            self._reduce_gradients(stages, force_all_reduce=bool(force_all_reduce))
         if timers is not None:
             timers("forward-backward").stop()
         return stages.reduced_losses
+
+    def _check_counts(self, num_chunks: int, num_iterators: int) -> None:
+        """Checks that each chunk of this rank has a model and a data iterator."""
+        expected = self.orders.placement.num_chunks
+        if not num_chunks == num_iterators == expected:
+            raise ConfigError(
+                f"{num_chunks} model chunks and {num_iterators} data iterators were given to a "
+                f"pipeline of {expected} chunks per rank; give one of each per chunk"
+            )
+
+    def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
+        """Reduces the gradients of the step over other ranks, with megatron-core's function."""
+        with self._span("reduce"):
+            stages.config.finalize_model_grads_func(
+                stages.chunks,
+                stages.num_tokens if stages.config.calculate_per_token_loss else None,
+                pg_collection=stages.groups,
+                # Pass this argument only if it is needed, because megatron-core 0.15 lacks it.
+                **({"force_all_reduce": True} if force_all_reduce else {}),
+            )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
         """Returns the sizes divided by that of the microbatch whose activations were measured."""

@@ -538,5 +538,6 @@ def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> 
         store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)
-    output: torch.Tensor = _Defer.apply(inputs, anchor, call, store)
+    function: Any = _Defer  # torch declares no types for apply()
+    output: torch.Tensor = function.apply(inputs, anchor, call, store)
     return output

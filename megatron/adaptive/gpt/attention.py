@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -42,10 +43,9 @@ from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch
-    varlen_attn = None  # type: ignore[assignment]
+varlen_attn: Any = None
+with contextlib.suppress(ImportError):  # an older torch lacks it
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
 def has_packed_kernel() -> bool:
@@ -60,7 +60,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 
 @dataclasses.dataclass
-class Documents(PackedSeqParams):  # type: ignore[misc]
+class Documents(PackedSeqParams):
     """Holds megatron-core's parameters of a packed row, and the documents' lengths in host memory.
 
     Attributes:
@@ -86,7 +86,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
         )
 
 
-class LocalAttention(DotProductAttention):  # type: ignore[misc]
+class LocalAttention(DotProductAttention):
     """Attention layer that uses a fused kernel of torch where possible, or else megatron-core.
 
     Args:
@@ -174,7 +174,10 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             # The base class already applies the mask of a sliding window.
             if pattern is not None and self._window is None:
                 attention_mask = _hidden(pattern)
-            return super().forward(query, key, value, attention_mask, *more, **options)  # type: ignore[no-any-return]
+            output: torch.Tensor = super().forward(
+                query, key, value, attention_mask, *more, **options
+            )
+            return output
         if kernel is Kernel.PACKED:
             return self._by_rows(query, key, value)
         if not shares_keys(case):
@@ -298,7 +301,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         """Selects the random generator for dropout of split tensors, like megatron-core."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
-        return get_cuda_rng_tracker().fork()  # type: ignore[no-any-return]
+        fork: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        return fork
 
     def _by_rows(
         self,
@@ -334,7 +338,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             scale=self._whole_scale,
             window_size=self._window or (-1, 0),
         )
-        return output.reshape(length, samples, -1)  # type: ignore[no-any-return]
+        rows: torch.Tensor = output.reshape(length, samples, -1)
+        return rows
 
 
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -37,13 +37,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import layers as parallel_layers
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
-from megatron.core.transformer.moe import grouped_gemm_util
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -64,6 +62,7 @@ from megatron.adaptive.config.megatron_core_flags import parse_pattern
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt import grouped_experts
 from megatron.adaptive.gpt.attention import LocalAttention
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
@@ -155,7 +154,7 @@ class KeyedInit:
         return int.from_bytes(digest[:8], "little") >> 1
 
 
-class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
+class KeyedTransformerLayer(TransformerLayer):
     """A transformer layer that reports its number to :class:`KeyedInit` while it is built."""
 
     def __init__(
@@ -167,7 +166,12 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
+        # megatron-core 0.17 and later count the layers of multi-token prediction on their own.
+        is_prediction = kwargs.get("is_mtp_layer", False)
+        before = (
+            config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
+        )
+        init.enter_layer(before + layer_number)
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
 
@@ -176,7 +180,7 @@ class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
     """A :class:`VariedLayer` that reports its number to :class:`KeyedInit`."""
 
 
-class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
+class UnlikeLayersConfig(HeterogeneousTransformerConfig):
     """Configuration of a model whose layers have different sizes.
 
     Copies ``keyed_init`` and this program's additional settings to each layer's configuration.
@@ -191,7 +195,7 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
         return layer
 
 
-class KeyedExperts(SequentialMLP):  # type: ignore[misc]
+class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
     Also keeps the experts' linear layers from communicating, because the token dispatcher does so
@@ -209,46 +213,6 @@ class KeyedExperts(SequentialMLP):  # type: ignore[misc]
         for expert in self.local_experts:
             for layer in (expert.linear_fc1, expert.linear_fc2):
                 layer.explicit_expert_comm = True
-
-
-class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
-    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
-
-    megatron-core initializes the weights of all local experts as one matrix. They then depend on
-    the expert- and tensor-parallel sizes, so this class replaces them.
-    """
-
-    def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
-    ) -> None:
-        init: KeyedInit = config.keyed_init
-        before = init.count
-        super().__init__(num_local_experts, config, *args, **kwargs)
-        init.count = before
-        stride = 2 if config.gated_linear_unit else 1
-        hidden = config.hidden_size
-        width = config.moe_ffn_hidden_size
-        first = self.weight1.data.view(num_local_experts, hidden, -1)
-        second = self.weight2.data.view(num_local_experts, -1, hidden)
-        with init.experts(config, kwargs["pg_collection"]):
-            for matrices in zip(first, second, strict=True):
-                for matrix, shape, dim, step, draw in (
-                    (matrices[0], (stride * width, hidden), 0, stride, config.init_method),
-                    (matrices[1], (hidden, width), 1, 1, config.output_layer_init_method),
-                ):
-                    part = torch.empty_like(matrix.t())
-                    _initialize_affine_weight_cpu(
-                        part,
-                        *shape,
-                        part.shape[dim],
-                        dim,
-                        draw,
-                        step,
-                        params_dtype=config.params_dtype,
-                        rank=self.tp_group.rank(),
-                        world_size=self.tp_group.size(),
-                    )
-                    matrix.copy_(part.t())
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
@@ -318,7 +282,8 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
     settings = {}
     for field in dataclasses.fields(kind):
         value = chosen.get(field.name, field.default)
-        if value == field.default or field.name not in chosen:
+        # A default that is not a literal, such as float("inf"), is known to the class alone.
+        if value is None or value == field.default or field.name not in chosen:
             continue
         if field.type is torch.dtype:
             value = _DTYPES[value] if value else field.default
@@ -514,7 +479,8 @@ def _build_chunk(
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
         bound_output(built.output_layer, model.logit_softcap)
-    return built
+    part: torch.nn.Module = built
+    return part
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
@@ -551,11 +517,8 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     else:
         specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
-        if core.moe_grouped_gemm and not grouped_gemm_util.grouped_gemm_is_available():
-            raise ConfigError(
-                "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm,"
-                " which is not installed: install it, or drop the flag"
-            )
+        if core.moe_grouped_gemm:
+            grouped_experts.check()
         specs = [completed(spec) for spec in specs]
     keyed = core.use_cpu_initialization
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
@@ -569,7 +532,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
 
 
 _EXPERTS = {SequentialMLP: KeyedExperts}
-_KEYED = {TransformerLayer: KeyedTransformerLayer, GroupedMLP: KeyedGroupedExperts, **_EXPERTS}
+_KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENTS, **_EXPERTS}
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:

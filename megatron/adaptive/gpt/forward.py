@@ -35,10 +35,11 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device, default_generator
 from megatron.adaptive.gpt.attention import Documents
+from megatron.adaptive.gpt.core_releases import number_in_model, part_of_context_rank
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -82,7 +83,7 @@ class GptForward:
             packed["packed_seq_params"] = Documents.of(lengths, to_device)
         if not batch:
             return model(None, None, None, labels=None, **packed), None
-        batch = get_batch_on_this_cp_rank({key: to_device(value) for key, value in batch.items()})
+        batch = part_of_context_rank({key: to_device(value) for key, value in batch.items()})
         settings = get_model_config(model)
         if settings.mtp_num_layers:
             packed["loss_mask"] = batch["loss_mask"]
@@ -285,9 +286,10 @@ class DropoutKeys:
         key = _settle(self._generator.initial_seed()) ^ self._secret
         # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
         # split tensors. During recomputation, the lane is the only sign of this.
-        number = layer.layer_number
         if isinstance(layer, MultiTokenPredictionLayer):
-            number = (1 << _LAYER_BITS) - number
+            number = (1 << _LAYER_BITS) - layer.layer_number
+        else:
+            number = number_in_model(layer)
         self._seed(
             key >> _TIME_SHIFT << _TIME_SHIFT | number << _LANE_BITS, lane=key % (1 << _LANE_BITS)
         )
@@ -337,7 +339,7 @@ def _settle(seed: int) -> int:
     return seed ^ seed >> 30 ^ seed >> 60
 
 
-class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
+class HalfPrecisionChunk(Float16Module):
     """Wraps a chunk for computation in 16 bits; supports any placement of stages.
 
     megatron-core's wrapper assumes that the first chunk of the first rank is the first stage, and

@@ -81,7 +81,7 @@ class NormAroundZero(torch.nn.Module):
         return output.type_as(hidden)
 
 
-class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
+class LocalLatentAttention(MLASelfAttention):
     """Latent attention of megatron-core, with a corrected gradient of the keys' rotary part.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
@@ -153,7 +153,7 @@ LAYER_SETTINGS = (
 """Names of settings that this program adds to megatron-core's configuration for its layers."""
 
 
-class GroupRouter(TopKRouter):  # type: ignore[misc]
+class GroupRouter(TopKRouter):
     """Router that chooses groups of experts by the sum of their best scores.
 
     ``--moe-router-group-best`` is the number of scores in a group that are summed.
@@ -186,11 +186,11 @@ class _GroupChoice:
         is_out = torch.ones_like(of_groups, dtype=torch.bool)
         is_out = is_out.scatter(1, of_groups.topk(group_topk)[1], False)
         is_out = is_out.repeat_interleave(scores.shape[1] // num_groups, dim=1)
-        best: Any = scores.masked_fill(is_out, -torch.inf).topk(topk)
-        return best  # type: ignore[no-any-return]
+        best: tuple[torch.Tensor, torch.Tensor] = scores.masked_fill(is_out, -torch.inf).topk(topk)
+        return best
 
 
-class VariedLayer(TransformerLayer):  # type: ignore[misc]
+class VariedLayer(TransformerLayer):
     """A transformer layer with three optional features that megatron-core does not have.
 
     With ``parallel_residual``, the input of the layer is the input of both attention and
@@ -262,4 +262,8 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
         names = [field.name for field in dataclasses.fields(part)]
         parts = {name: completed(getattr(part, name), replacements) for name in names}
         return dataclasses.replace(part, **parts)
+    if isinstance(part, functools.partial):  # megatron-core's form of some blocks from 0.17 on
+        keywords = {name: completed(value, replacements) for name, value in part.keywords.items()}
+        arguments = [completed(value, replacements) for value in part.args]
+        return functools.partial(completed(part.func, replacements), *arguments, **keywords)
     return replacements.get(part, part) if isinstance(part, type) else part

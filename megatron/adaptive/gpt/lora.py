@@ -132,11 +132,12 @@ class Adapter(Deferring, torch.nn.Module):
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.a = torch.nn.Parameter(torch.cat(first).to(**like))
         self.b = torch.nn.Parameter(torch.zeros(out, rank, **like))
+        weight: Any  # megatron-core's attributes are not declared
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
             # Makes megatron-core sum gradients over ranks, which each cover a part of a sequence.
-            weight.sequence_parallel = self.is_split and not is_divided  # type: ignore[attr-defined]
+            weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
         if len(marks) > 1:
@@ -200,7 +201,8 @@ class _Adapted:
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns the output including the adapters' term, and the bias."""
-        output, bias = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+        layer: Any = super()
+        output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -217,8 +219,8 @@ class _Adapted:
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Returns the weights of the layer and its adapters for a checkpoint, with offsets."""
-        arguments = (prefix, sharded_offsets, metadata)
-        weights = super().sharded_state_dict(*arguments)  # type: ignore[misc]
+        layer: Any = super()
+        weights = layer.sharded_state_dict(prefix, sharded_offsets, metadata)
         base = {name: weight for name, weight in weights.items() if MARK not in name}
         return base | self.lora.sharded(f"{prefix}{MARK[1:]}", sharded_offsets, metadata)
 
@@ -238,7 +240,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
         for name, marks in adapted_parts(config).items():
             linear = layer.get_submodule(name)
             linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
-            linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
+            kind: type = type(linear)
+            linear.__class__ = _adapted(kind)
     if config.recompute.recompute_granularity is not None and model.pre_process:
         # Make the embedding's output require a gradient: without it, megatron-core's recomputation
         # of a layer computes no gradients for the adapters.

@@ -71,7 +71,7 @@ def widths_of(config: TrainerConfig) -> Widths | None:
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
-class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
+class PlacedLayout(PipelineParallelLayerLayout):
     """Layout for megatron-core's configuration: the layers of each pipeline rank and chunk.
 
     In this example, E is the embedding and L the loss.
@@ -257,8 +257,9 @@ def finalize_gradients(
             dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
             everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(num_tokens, group=everybody)
+            chunk: Any  # megatron-core's wrapper, which declares no types
             for chunk in chunks:
-                chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
+                chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
         return
     weight = _tied_weight(chunks)
     if weight is not None and weight.requires_grad:
@@ -339,9 +340,10 @@ def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
     if weight is not None:
         dist.broadcast(weight.data, src=_end_ranks(widths)[0], group=_ends_group)
     if widths.place_of(dist.get_rank())[1] > 0:
+        parameter: Any  # megatron-core's attributes are not declared
         for chunk in chunks:
             for parameter in chunk.parameters():
-                parameter.shared = True  # type: ignore[attr-defined]
+                parameter.shared = True
 
 
 def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -96,9 +96,10 @@ class Step:
         """
         run = self._run
         try:
+            chunk: Any  # megatron-core's wrapper, which declares no types
             for chunk in run.chunks:
                 chunk.train()
-                chunk.zero_grad_buffer()  # type: ignore[operator]
+                chunk.zero_grad_buffer()
             run.optimizer.zero_grad()
             if run.replay is not None:
                 run.replay.begin(iteration)
@@ -385,8 +386,9 @@ def gather_parameters(run: Run) -> None:
     Needed before parameters are read, with ``--overlap-param-gather``. Collective over all ranks.
     """
     if run.job.config.parallel.overlap_param_gather:
+        chunk: Any  # megatron-core's wrapper, which declares no types
         for chunk in run.chunks:
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            chunk.start_param_sync(force_sync=True)
 
 
 def counted_parameters(
@@ -426,7 +428,8 @@ def params_norm(run: Run) -> float:
         for _, parameter, copies in counted_parameters(run, chunk):
             total += float(parameter.detach().double().pow(2).sum()) / copies
     dist.all_reduce(total, group=run.job.control_group)
-    return float(total) ** 0.5
+    norm: float = float(total) ** 0.5
+    return norm
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")

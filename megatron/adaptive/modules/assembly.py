@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -46,7 +46,8 @@ class PipelineSettings(SampledModel):
         schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process.
+            of one microbatch for all stages of the process. ``None`` takes the default for this
+            pipeline.
         split_backward: Whether weight gradients are computed in an action of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
@@ -54,8 +55,8 @@ class PipelineSettings(SampledModel):
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, as in dropout.
-        transport: Settings of the connections between processes.
-        trace_dir: Folder to which traces are written, ``None`` to write none.
+        transport: Settings of the connections between processes; ``None`` takes the defaults.
+        trace_dir: Folder to which traces are written; ``None`` writes none.
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Time in seconds without progress after which the process that the others wait
             for is reported. 0 means never, ``None`` means 10 times the median step time, but at
@@ -207,7 +208,9 @@ def _keep_part(
         ),
         update=Update(
             mesh=mesh,
-            parameters={n: held[n] for n in order if n in held and n in uses},  # type: ignore[misc]
+            parameters={
+                n: cast(torch.nn.Parameter, held[n]) for n in order if n in held and n in uses
+            },
             shared=shared,
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),

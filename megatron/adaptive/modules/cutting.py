@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -430,8 +431,9 @@ def keep_only(
         else:
             by_id[id(buffer)] = torch.empty_like(buffer, device="meta")
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tables:
             for key, tensor in tensors.items():
                 if tensor is not None and id(tensor) in by_id:
-                    tensors[key] = by_id[id(tensor)]  # type: ignore[assignment]
+                    tensors[key] = by_id[id(tensor)]
     return held

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +30,8 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.program import ProgramStages, RandomKey
+    from megatron.adaptive.modules.recording import Loss, Slicing
+    from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
     from megatron.adaptive.modules.update import LossScale
@@ -48,10 +49,49 @@ class Pipeline:
     stages and moves the others to the ``meta`` device.
 
     Args:
-        model: Model whose forward pass contains :class:`CutPoint` modules.
-        sample_batch: Dictionary of tensors whose first axis counts the samples.
-        **more: Other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
-            and :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
+        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
+            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
+            its ``forward`` takes.
+        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
+            pass is recorded with its first microbatch and checked with a second one.
+        loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
+            mapping with an entry ``loss``, or a sequence that starts with the loss.
+        arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
+            a dynamic loss scale.
+        shared_weights: Groups of parameter names. All names of a group belong to the same
+            parameter, which is used on both sides of a cut.
+        slicing: Method of recording the forward pass: ``record`` records the torch calls of the
+            model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
+            ``docs/reference/cutpoint.md``.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+        pipeline_size: Number of processes per pipeline. If there are more processes, they run
+            replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
+            processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
+        batch_size: Number of samples per step over all replicas; ``None`` takes the size of the
+            sample batch.
+        memory_limit_bytes: Maximum memory per process in bytes, which the planner respects;
+            ``None`` allows all free memory of the device.
+        schedule: Name of the schedule, one of those in ``docs/schedules.md``.
+        chunks: Number of stages per process; ``None`` takes the schedule's default.
+        activation_cap: Limit on the activations that a process keeps. One unit is the activations
+            of one microbatch for all stages of the process. ``None`` takes the default for this
+            pipeline.
+        split_backward: Whether weight gradients are computed in an action of their own, separate
+            from the backward pass; ``None`` takes the schedule's default.
+        partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
+            or a sequence of numbers.
+        weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
+            batch.
+        seed: Seed of the random numbers that the model draws, as in dropout.
+        transport: Settings of the connections between processes; ``None`` takes the defaults.
+        trace_dir: Folder to which traces are written; ``None`` writes none.
+        timeout_s: Maximum time in seconds to wait for another process.
+        hang_after_s: Time in seconds without progress after which the process that the others wait
+            for is reported. 0 means never, ``None`` means 10 times the median step time, but at
+            least 30 s. Time between two steps is ignored.
+        on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
+            ``end`` also ends the job.
 
     Attributes:
         model: The user's model, as passed to the constructor.
@@ -77,18 +117,71 @@ class Pipeline:
 
     @naming_lost_peers()
     def __init__(
-        self, model: torch.nn.Module, sample_batch: Mapping[str, torch.Tensor], **more: Any
+        self,
+        model: torch.nn.Module,
+        sample_batch: Mapping[str, torch.Tensor],
+        *,
+        loss: Loss | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        mixed_precision: Literal["bf16", "fp16"] | None = None,
+        shared_weights: Sequence[Sequence[str]] = (),
+        slicing: Slicing = "auto",
+        micro_batch_size: int | None = None,
+        pipeline_size: int | Literal["auto"] | None = None,
+        batch_size: int | None = None,
+        memory_limit_bytes: float | None = None,
+        schedule: str = "adaptive",
+        chunks: int | None = None,
+        activation_cap: float | None = None,
+        split_backward: bool | None = None,
+        partition: str | Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+        seed: int = 1234,
+        transport: TransportConfig | None = None,
+        trace_dir: str | None = None,
+        timeout_s: float = 600.0,
+        hang_after_s: float | None = None,
+        on_hang: Literal["report", "end"] = "report",
     ) -> None:
-        request = PipelineSettings(model, sample_batch, **more)
+        self._begin(
+            PipelineSettings(
+                model,
+                sample_batch,
+                loss=loss,
+                arguments=arguments,
+                mixed_precision=mixed_precision,
+                shared_weights=shared_weights,
+                slicing=slicing,
+                micro_batch_size=micro_batch_size,
+                pipeline_size=pipeline_size,
+                batch_size=batch_size,
+                memory_limit_bytes=memory_limit_bytes,
+                schedule=schedule,
+                chunks=chunks,
+                activation_cap=activation_cap,
+                split_backward=split_backward,
+                partition=partition,
+                weights=weights,
+                seed=seed,
+                transport=transport,
+                trace_dir=trace_dir,
+                timeout_s=timeout_s,
+                hang_after_s=hang_after_s,
+                on_hang=on_hang,
+            )
+        )
+
+    def _begin(self, request: PipelineSettings) -> None:
+        """Checks the settings and makes this process's part of the pipeline. Collective."""
         check_values(
             {name: getattr(request, name) for name in ("hang_after_s", "on_hang")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
-        samples = samples_in(sample_batch, "sample_batch")
+        samples = samples_in(request.sample_batch, "sample_batch")
         if request.micro_batch_size is not None:
-            BatchShape(sample_batch, request.micro_batch_size)
-        check_groups(model, request.shared_weights)
-        self.model = model
+            BatchShape(request.sample_batch, request.micro_batch_size)
+        check_groups(request.model, request.shared_weights)
+        self.model = request.model
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
@@ -106,7 +199,7 @@ class Pipeline:
         self.pipeline_size = self._mesh.pipeline_size
         self.replicas = self._mesh.dp_size
         self.replica = self._mesh.dp_rank
-        sample = stretched(sample_batch, self.micro_batch_size)
+        sample = stretched(request.sample_batch, self.micro_batch_size)
         self._shape = BatchShape(sample, self.micro_batch_size)
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
@@ -209,7 +302,7 @@ class Pipeline:
 
     def set_optimizer(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None,
         *,
         clip_norm: float | None = None,
         initial_loss_scale: float = 65536.0,
@@ -415,7 +508,19 @@ class Pipeline:
         return extra
 
     @naming_lost_peers()
-    def loop(self, total_steps: int, **more: Any) -> Loop:
+    def loop(
+        self,
+        total_steps: int,
+        *,
+        folder: str | Path | None = None,
+        save_interval: int | None = None,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        local_folder: str | Path | None = None,
+        diagnose_interval: int = 100,
+        trust_checkpoint: bool = False,
+    ) -> Loop:
         """Loads the newest checkpoint and returns an iterator over the remaining steps.
 
         Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each iteration of
@@ -424,7 +529,20 @@ class Pipeline:
 
         Args:
             total_steps: Number of steps in the whole training run, counted from step 0.
-            **more: Other arguments of :class:`~megatron.adaptive.modules.step_loop.Loop`.
+            folder: Folder of checkpoints, ``None`` to save none. An elastic job uses the folder
+                that was given to its launcher instead.
+            save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
+            keep: Number of newest complete checkpoints to keep; ``None`` for all.
+            state: Objects whose state is also saved and loaded, by name, as in
+                :meth:`Pipeline.save`.
+            async_save: Whether a thread writes checkpoints, so that training waits only until the
+                state is copied in memory.
+            local_folder: Folder on each node's local disk, to which checkpoints are written before
+                a thread copies them to ``folder``.
+            diagnose_interval: Number of steps between two searches of the trace for slow ranks, 0
+                for none. Without a trace it has no effect.
+            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
+                could run foreign code.
 
         Raises:
             CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
@@ -432,7 +550,18 @@ class Pipeline:
         """
         if self._loop is not None:
             raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
-        self._loop = Loop(self, total_steps, **more)
+        self._loop = Loop(
+            self,
+            total_steps,
+            folder=folder,
+            save_interval=save_interval,
+            keep=keep,
+            state=state,
+            async_save=async_save,
+            local_folder=local_folder,
+            diagnose_interval=diagnose_interval,
+            trust_checkpoint=trust_checkpoint,
+        )
         return self._loop
 
     @functools.cached_property
@@ -466,8 +595,3 @@ class Pipeline:
         # never call it.
         if error is None:
             self.close()
-
-
-# The constructor takes **more, so help() and notebooks get the settings and defaults from here.
-Pipeline.__signature__ = inspect.signature(PipelineSettings)  # type: ignore[attr-defined]
-Pipeline.loop.__signature__ = inspect.signature(Loop)  # type: ignore[attr-defined]

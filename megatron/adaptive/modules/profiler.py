@@ -347,7 +347,7 @@ class ModuleProfile:
         return tuple(sorted(set.intersection(*sizes)))
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
-        """Returns the content of a profile file, in the format described in ``docs/planner.md``.
+        """Returns the content of a profile file; ``docs/reference/planner.md`` describes it.
 
         Args:
             split: Whether to list the times of the split backward pass instead of the whole one, if

@@ -132,9 +132,11 @@ class _Step:
         if self._flat:
             args = [env[arg.value] if type(arg) is Ref else arg for arg in args]
         else:
-            args, kwargs = map_aggregate(
-                self._arguments, lambda arg: env[arg.value] if type(arg) is Ref else arg
-            )
+
+            def tensor_of(argument: Any) -> Any:
+                return env[argument.value] if type(argument) is Ref else argument
+
+            args, kwargs = map_aggregate(self._arguments, tensor_of)
         if call.with_grad and call.autocast == ambient:
             result = call.function(*args, **kwargs)
         else:

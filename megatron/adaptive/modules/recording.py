@@ -99,8 +99,8 @@ class CutPoint(torch.nn.Module):
         return mark(value, id(self), next(_PASSINGS))
 
 
-def _pass(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    return module.cut_point(output)  # type: ignore[operator]
+def _pass(module: Any, inputs: Any, output: Any) -> Any:
+    return module.cut_point(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,8 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _custom_functions(recorder: _Recorder) -> Iterator[None]:
     """Passes calls of ``autograd.Function.apply`` to the recorder, as torch does not."""
-    original = torch.autograd.Function.__dict__["apply"]
+    function: Any = torch.autograd.Function
+    original = function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original.__get__(None, cls)
@@ -254,11 +255,11 @@ def _custom_functions(recorder: _Recorder) -> Iterator[None]:
             return args[0](*args[2:])
         return recorder.note(plain, args, kwargs, plain)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        function.apply = original
 
 
 class _Recorder(TorchFunctionMode):
@@ -617,7 +618,7 @@ class SampledModel(Forward):
             parameter, which is used on both sides of a cut.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
-            ``docs/cutpoint.md``.
+            ``docs/reference/cutpoint.md``.
     """
 
     sample_batch: Mapping[str, torch.Tensor]

@@ -1,7 +1,7 @@
 """Takes the sizes of a pipeline from the user, the planner, or the launcher of an elastic job.
 
-``python -m megatron.adaptive run`` is the launcher of an elastic job, whose layout may change. It
-passes the layout to the ranks as an order (:class:`JobOrder`)::
+``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, whose layout may
+change. It passes the layout to the ranks as an order (:class:`JobOrder`)::
 
     first start     measure the model ──> model.json ──> all ranks end: the launcher plans with it
     later starts    use the order's layout if the model is the measured one, else measure again
@@ -141,7 +141,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
                 partition=best.partition,
                 weights=plan.weights,
             )
-        mesh = make_mesh(job, request.pipeline_size)  # type: ignore[arg-type]
+        assert request.pipeline_size != "auto"
+        mesh = make_mesh(job, request.pipeline_size)
     except AdaptiveError:
         job.close()
         raise
@@ -157,7 +158,8 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
             f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, and"
-            f" there are {world_size}: start the script with python -m megatron.adaptive run alone"
+            f" there are {world_size}: start the script with python -m megatron.adaptive train"
+            " elastic alone"
         )
     if _signature(request) != order.signature:
         _measure_for_job(job, order, request)

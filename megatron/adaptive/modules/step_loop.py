@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -33,6 +33,9 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.sizes import JobEnded
+
+if TYPE_CHECKING:
+    from megatron.adaptive.modules.pipeline import Pipeline
 
 NO_LOOP = (
     "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
@@ -85,7 +88,7 @@ class Loop:
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: Pipeline,
         total_steps: int,
         *,
         folder: str | Path | None = None,

@@ -20,9 +20,10 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from megatron.adaptive.errors import ConfigError
 
-# Imported only for type checks, because the mesh imports megatron-core, which is slow to import.
+# Imported only for type checks. The mesh imports megatron-core, which is slow to import.
 if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
+    from megatron.adaptive.modules.segments import MakeOptimizer
 
 _BUCKET_BYTES = 32 << 20
 
@@ -130,7 +131,11 @@ class Update:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def set_optimizer(
-        self, optimizer: Any, clip_norm: float | None, initial_scale: float, interval: int
+        self,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+        clip_norm: float | None,
+        initial_scale: float,
+        interval: int,
     ) -> None:
         """Sets the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):

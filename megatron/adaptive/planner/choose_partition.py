@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.catalog import Candidate
+from megatron.adaptive.schedule.catalog import DEFAULT_PIECES, Candidate
 from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, evaluate
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
@@ -101,7 +101,8 @@ class Loads:
 
     def whole(self) -> list[float]:
         """Returns the time of all layers together on each rank, in seconds."""
-        return (self._each.sum(axis=2) @ self._before[-1]).tolist()  # type: ignore[no-any-return]
+        seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
+        return seconds
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the times of each stage under a partition, in seconds."""
@@ -166,8 +167,9 @@ class Loads:
 
     def _by_rank(self, values: Any) -> list[float]:
         """Adds up the values of all stages on the same rank."""
-        sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
-        return sums.tolist()  # type: ignore[no-any-return]
+        ranks = self.placement.num_ranks
+        sums: list[float] = np.bincount(self._ranks, weights=values, minlength=ranks).tolist()
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,10 @@ def choose_together(
     halves: Sequence[Loads] = (),
     gain: float | None = None,
     num_microbatches: int,
-    **options: Any,
+    splittable: bool,
+    pieces: int = DEFAULT_PIECES,
+    also: Sequence[str] = (),
+    until_s: float = math.inf,
 ) -> Decision:
     """Chooses placement, layers per stage, schedule and activation limit (cap) together.
 
@@ -283,21 +288,32 @@ def choose_together(
         gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
             layers.
         num_microbatches: Number of microbatches per step.
-        options: Other keyword arguments for ``choose_by_simulation.choose``.
+        splittable: Whether the model can compute weight gradients as separate actions (W).
+        pieces: Maximum number of W actions per weight gradient.
+        also: Names of additional schedules and run-time rules to simulate.
+        until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
 
     Raises:
         ScheduleError: No schedule fits in memory.
 
     Source: AdaPtis, arXiv 2509.23722, for choosing these together. The search is our own.
     """
-    job = _Job(profile=profile, limits=limits, num_microbatches=num_microbatches, options=options)
+    job = _Job(
+        profile=profile,
+        limits=limits,
+        num_microbatches=num_microbatches,
+        splittable=splittable,
+        pieces=pieces,
+        also=also,
+        until_s=until_s,
+    )
     present = loads.partition
     errors = []
     stay: ScheduleChoice | None = None
     choice: ScheduleChoice | None = None
     moves: list[tuple[float, Partition, ScheduleChoice]] = []
     for kind, moves_layers in product(limits, (False, True) if gain is not None else (False,)):
-        if stay is not None and time.monotonic() >= options.get("until_s", math.inf):
+        if stay is not None and time.monotonic() >= until_s:
             break
         placed = loads.placed(kind)
         try:
@@ -354,13 +370,19 @@ class _Job:
         profile: Measured times of actions with their variation, and times of messages.
         limits: Memory limit of each placement, a function from a partition to activations.
         num_microbatches: Number of microbatches per step.
-        options: Other keyword arguments for ``choose_by_simulation.choose``.
+        splittable: Whether the model can compute weight gradients as separate actions (W).
+        pieces: Maximum number of W actions per weight gradient.
+        also: Names of additional schedules and run-time rules to simulate.
+        until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
     """
 
     profile: StageProfile
     limits: Mapping[PlacementKind, Callable[[Partition], float]]
     num_microbatches: int
-    options: Mapping[str, Any]
+    splittable: bool
+    pieces: int
+    also: Sequence[str]
+    until_s: float
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
         """Returns the measured profile with its stage times replaced by those of a partition."""
@@ -373,8 +395,11 @@ class _Job:
             placement=loads.placement,
             num_microbatches=self.num_microbatches,
             most=self.limits[loads.placement.kind](partition),
+            splittable=self.splittable,
+            pieces=self.pieces,
+            also=self.also,
             quick=quick,
-            **self.options,
+            until_s=self.until_s,
         )
 
     def choose_for(

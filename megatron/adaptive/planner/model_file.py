@@ -2,7 +2,7 @@
 
 GPT and Llama presets are defined in ``config.model``, and the trainer has them too. BERT and T5
 presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
-schema ``model`` in ``config.schema_files``, which ``docs/planner.md`` describes.
+schema ``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.adaptive.config.adapters import adapted_parts
-from megatron.adaptive.config.arguments import only_groups, parse
+from megatron.adaptive.config.arguments import flag_words, only_groups, parse
 from megatron.adaptive.config.attention import AttentionCase, Kernel, kernel_for
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.hugging_face import config_arguments, is_config
+from megatron.adaptive.config.hugging_face import is_config, read_settings
 from megatron.adaptive.config.input_files import parse_json, read_text, read_whole
 from megatron.adaptive.config.megatron_core_flags import CoreConfig, parse_pattern
 from megatron.adaptive.config.model import MODELS, ModelConfig
@@ -150,11 +150,59 @@ def arguments_model(
     Raises:
         ConfigError: An argument is wrong, unknown or missing.
     """
-    adapters = only_groups(arguments, (LoraConfig,), ("load_hf",))
+    adapters = only_groups(arguments, (LoraConfig,), ("load_hf", "hf_family"))
     adapters = adapters if "lora" in " ".join(adapters) else []
     model_arguments = _model_arguments(arguments, precision)
-    names = {argument.split("=")[0] for argument in model_arguments}
-    all_arguments = [*model_arguments, *adapters, *ANY_RUN]
+    return _built(
+        _ModelSource(name, model_arguments, [*model_arguments, *adapters]), attention, imbalance
+    )
+
+
+def settings_model(
+    settings: Mapping[str, Any],
+    name: str,
+    precision: str,
+    *,
+    attention: str | None = None,
+    imbalance: float = 1.0,
+) -> Model:
+    """Returns the model that settings of the trainer describe.
+
+    Args:
+        settings: Values of the model's settings, by the names of their fields.
+        name: Name of the model, by which profiles are matched to models.
+        precision: Number format: ``fp32``, ``fp16`` or ``bf16``.
+        attention: Implementation of attention, as in :func:`arguments_model`.
+        imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    halves = [] if precision == "fp32" else [f"--{precision}"]
+    source = _ModelSource(name, [*flag_words(settings), *halves], halves, settings)
+    return _built(source, attention, imbalance)
+
+
+class _ModelSource(NamedTuple):
+    """Holds what describes a model.
+
+    Attributes:
+        name: Name of the model.
+        arguments: Arguments of the trainer that describe the model, for the run.
+        parsed: Arguments of the trainer that are not among ``settings``.
+        settings: Values of settings, by the names of their fields.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    parsed: Sequence[str]
+    settings: Mapping[str, Any] = {}
+
+
+def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
+    """Returns a model; arguments as in :func:`arguments_model`."""
+    names = {argument.split("=")[0] for argument in source.arguments}
+    all_arguments = [*source.parsed, *ANY_RUN]
     attention = attention or usual_attention(on_gpus=False)
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
         is_engine = attention == "fused"
@@ -166,14 +214,15 @@ def arguments_model(
         # The planner may run on a machine without the kernels of the training run, so assume that
         # they are installed.
         installed=Installed(transformer_engine=True),
+        settings=source.settings,
     )
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
-            f"{name}: --heterogeneous-layers-config-path makes layers differ, which the planner"
-            " does not support: drop it, or start the run without a plan"
+            f"{source.name}: --heterogeneous-layers-config-path makes layers differ, which the"
+            " planner does not support: drop it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
-    shape = trainer_shape(config, name, model_arguments, device=device)
+    shape = trainer_shape(config, source.name, source.arguments, device=device)
     model = build_model(replace(shape, imbalance=imbalance))
     if not config.lora.is_on:
         return model
@@ -429,12 +478,14 @@ def read_model(
     is_document = not is_arguments and path.suffix.lower() in _FILES
     document: Any = read_file(path, "model") if is_document else None
     if is_document and is_config(document):
-        arguments, differs = config_arguments(document, str(path), sequence)
+        settings, family = read_settings(document, str(path), sequence)
         name = path.absolute().parent.name if path.name == "config.json" else path.stem
-        model = make(arguments, name, precision=precision or default)
+        model = settings_model(
+            settings, name, precision or default, attention=attention, imbalance=imbalance
+        )
         # For such a model, the arguments are only an approximation for the planner. The trainer
         # would build another model from them, so drop them.
-        return replace(model, arguments=()) if differs else model
+        return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
             f"--seq-length {sequence}: model {text} has a sequence length; leave it out"

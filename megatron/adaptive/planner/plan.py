@@ -523,7 +523,7 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     if len(document["placement"]) > 1:
         raise ConfigError(
             "--export sbatch: the plan is on nodes of several types: write it with --conf and start"
-            " it with python -m megatron.adaptive submit"
+            " it with python -m megatron.adaptive job submit"
         )
     group = document["placement"][0]
     nodes, processes = group["nodes"], group["processes_per_node"]

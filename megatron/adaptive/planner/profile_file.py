@@ -1,7 +1,7 @@
 """Reads, merges and writes profile files, and makes them from measurements between cut points.
 
 The format of the file is the schema ``profile`` in ``config.schema_files``, which
-``docs/planner.md`` describes.
+``docs/reference/planner.md`` describes.
 
 Users may train a model that the planner does not know. They know the cut points at which it can be
 divided among stages, and can time the pieces between two cut points. Such measurements are a CSV
@@ -71,19 +71,49 @@ def write(content: Mapping[str, Any], path: Path) -> None:
 
 
 def document(
-    model: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], **more: Any
+    model: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Any]],
+    *,
+    made: str | None = None,
+    nodes: Mapping[str, Mapping[str, Any]] | None = None,
+    links: Sequence[Mapping[str, Any]] | None = None,
+    all_reduce: Sequence[Mapping[str, Any]] | None = None,
+    optimizer_s_per_parameter: Mapping[str, float] | None = None,
+    step_s: Mapping[str, float] | None = None,
+    action_sigma: float | None = None,
+    launch_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Makes the contents of a profile file from measurements.
 
+    Each argument is the value of the key with its name; ``None`` leaves the key out.
+
     Args:
-        model: Value of the key ``model``: the model's name, and its arguments or layers.
-        layers: Value of the key ``layers``: rows with the times of layers.
-        more: Values of other keys of the file.
+        model: Name of the model, and its arguments or layers.
+        layers: Rows with the times of layers, in seconds.
+        made: Time of the measurement, from :func:`timestamp`.
+        nodes: Facts about the nodes that took part, by type of node.
+        links: Rows with the latency and bandwidth of links between GPUs.
+        all_reduce: Rows with the bandwidth of all-reduces within a node.
+        optimizer_s_per_parameter: Time of the optimizer per parameter in seconds, by GPU.
+        step_s: Time of a step outside of pipeline, reduction and optimizer in seconds, by GPU.
+        action_sigma: Standard deviation of the logarithm of an action's time, from 0.
+        launch_s: Time of an action outside of its layers in seconds, by GPU.
 
     Raises:
         ConfigError: An entry is invalid.
     """
-    content = {"format": FORMAT, "model": dict(model), "layers": list(layers), **more}
+    content: dict[str, Any] = {"format": FORMAT, "model": dict(model), "layers": list(layers)}
+    measured = {
+        "made": made,
+        "nodes": nodes,
+        "links": links,
+        "all_reduce": all_reduce,
+        "optimizer_s_per_parameter": optimizer_s_per_parameter,
+        "step_s": step_s,
+        "action_sigma": action_sigma,
+        "launch_s": launch_s,
+    }
+    content |= {name: value for name, value in measured.items() if value is not None}
     check_form(content, "profile", "profile")
     return content
 

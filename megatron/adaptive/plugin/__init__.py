@@ -14,16 +14,35 @@ Model, data, optimizer, checkpoints and logging remain those of Megatron-LM. The
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
-from typing import Any
+from typing import Literal
 
+from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.plugin.settings import Settings, add_arguments
 
 __all__ = ["add_arguments", "install", "uninstall"]
 
 
-def install(schedule: str = "adaptive", **more: Any) -> None:
+def install(
+    schedule: str = "adaptive",
+    *,
+    placement: PlacementKind | None = None,
+    auto_candidates: tuple[str, ...] | None = None,
+    schedule_file: str | os.PathLike[str] | None = None,
+    activation_cap: float | None = None,
+    split_backward: bool | None = None,
+    weight_pieces: int = 4,
+    keyed_dropout: bool = False,
+    first_weights: Literal["by-rank", "by-layer"] = "by-rank",
+    trace_dir: str | os.PathLike[str] | None = None,
+    diagnose_interval: int = 100,
+    transport: str = "auto",
+    transport_silence_s: float = 60.0,
+    timeout_s: float = 600.0,
+    hang_after_s: float | None = None,
+    on_hang: Literal["report", "end"] = "report",
+) -> None:
     """Makes Megatron-LM run its pipeline steps on this package's engine.
 
     Call it on every rank before the first step, and on a machine without CUDA before megatron-core
@@ -32,16 +51,68 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     has run.
 
     Args:
-        schedule: Name of a static schedule or run-time scheduling rule.
-        **more: Other settings, which are the attributes of
-            :class:`~megatron.adaptive.plugin.settings.Settings`.
+        schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
+            ``dfc``, ``bfc``), static schedule (``1f1b``, ``interleaved``, ``gpipe``,
+            ``breadth-first``, ``varuna``, ``zb-h1``, ``zb-v``, ``v-half``), ``file``, or ``auto``,
+            which measures the first steps and chooses the schedule that is fastest in simulations.
+            ``megatron`` runs megatron-core's own code.
+        placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
+            megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
+            ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
+        auto_candidates: Names of the user's own schedules that ``auto`` tries too, in the form
+            ``package.module:name``.
+        schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
+            ``torch.distributed.pipelining``.
+        activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
+            is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
+        split_backward: Whether weight gradients are separate actions, instead of part of the
+            backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
+            it costs nothing (see docs/reference/plugin.md).
+        weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
+            weight gradients are separate actions.
+        keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
+            as in the trainer of this package. Otherwise Megatron-LM draws them, and they depend on
+            the order of actions if a rank has several chunks.
+        first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
+            draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
+            weights in a loop, in a V and for every number of stages. It must be set before the
+            model is built.
+        trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
+            Needs ``trace_dir``. Each cause is reported once.
+        transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
+            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        transport_silence_s: Time without any message or heartbeat after which a rank counts as
+            lost, in seconds.
+        timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
+        hang_after_s: Time without progress after which the job counts as hanging and the rank that
+            others wait for is reported, in seconds. 0 for never; ``None`` for 10 times the median
+            step, and at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, ``end`` to also end the job.
 
     Raises:
         ConfigError: A setting is not possible, or differs from the settings of earlier steps.
         SetupError: The installed megatron-core is not compatible with the engine, or was imported
             too early on a machine without CUDA.
     """
-    settings = Settings(schedule=schedule, **more)
+    settings = Settings(
+        schedule=schedule,
+        placement=placement,
+        auto_candidates=auto_candidates,
+        schedule_file=None if schedule_file is None else os.fspath(schedule_file),
+        activation_cap=activation_cap,
+        split_backward=split_backward,
+        weight_pieces=weight_pieces,
+        keyed_dropout=keyed_dropout,
+        first_weights=first_weights,
+        trace_dir=None if trace_dir is None else os.fspath(trace_dir),
+        diagnose_interval=diagnose_interval,
+        transport=transport,
+        transport_silence_s=transport_silence_s,
+        timeout_s=timeout_s,
+        hang_after_s=hang_after_s,
+        on_hang=on_hang,
+    )
     # The order of these imports matters: megatron-core needs a device (or its substitute) when it
     # is imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
@@ -55,10 +126,6 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     from megatron.adaptive.plugin import patch
 
     patch.put(settings)
-
-
-# Set the signature so that ``help()`` and notebooks show the settings by name, with their defaults.
-install.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
 
 
 def uninstall() -> None:

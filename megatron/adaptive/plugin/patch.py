@@ -93,7 +93,7 @@ class Seam:
         if not self._is_asked:
             self._is_asked = True
             renew_program()
-        chosen = self.original(*args, **kwargs)
+        chosen: StepFunction = self.original(*args, **kwargs)
         if not self._in_force:
             return chosen
         settings = self._settings_in_force()

@@ -62,7 +62,7 @@ class Settings:
             is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
-            it costs nothing (see docs/plugin.md).
+            it costs nothing (see docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,

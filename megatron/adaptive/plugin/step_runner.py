@@ -31,7 +31,6 @@ from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.executor_setup import (
     Wiring,
     build_executor,
-    gather,
     gather_places,
     open_trace,
     require_equal_settings,
@@ -39,7 +38,7 @@ from megatron.adaptive.engine.executor_setup import (
 from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.hang_guard import HangGuard
 from megatron.adaptive.engine.policy_factory import Orders
-from megatron.adaptive.engine.process_context import Job, environment_of_rank
+from megatron.adaptive.engine.process_context import Job, environment_of_rank, gather
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError

@@ -82,7 +82,8 @@ def process_bytes(accelerator: Accelerator) -> int:
     this before tensors are allocated.
     """
     if not accelerator.is_cuda:
-        return psutil.Process().memory_info().rss  # type: ignore[no-any-return]
+        resident: int = psutil.Process().memory_info().rss
+        return resident
     import torch
 
     free, whole = torch.cuda.mem_get_info(accelerator.device)

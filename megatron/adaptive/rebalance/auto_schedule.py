@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,19 +150,24 @@ class Tuner:
                 most = max(1.0, most)
             return most if self.cap is None else min(most, self.cap)
 
-        options: Any = {
-            "num_microbatches": num_microbatches,
-            "splittable": orders.weight_pieces > 0,
-            "also": orders.auto_candidates,
-            "pieces": max(1, orders.weight_pieces),
-            "until_s": time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
-        }
+        splittable = orders.weight_pieces > 0
+        pieces = max(1, orders.weight_pieces)
+        until_s = time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S
         kinds: list[PlacementKind] = [present.kind]
         if self.can_turn and present.num_chunks == 2:
             kinds.append("loop" if present.kind == "v" else "v")
         try:
             if loads is None:
-                choice = choose(profile, placement=present, most=limit(present.kind, ()), **options)
+                choice = choose(
+                    profile,
+                    placement=present,
+                    num_microbatches=num_microbatches,
+                    most=limit(present.kind, ()),
+                    splittable=splittable,
+                    pieces=pieces,
+                    also=orders.auto_candidates,
+                    until_s=until_s,
+                )
                 return Decision(text=choice.reason, stay=choice.best)
             return choose_together(
                 loads[0],
@@ -171,7 +175,11 @@ class Tuner:
                 {kind: partial(limit, kind) for kind in kinds},
                 halves=loads[1:],
                 gain=self.gain,
-                **options,
+                num_microbatches=num_microbatches,
+                splittable=splittable,
+                pieces=pieces,
+                also=orders.auto_candidates,
+                until_s=until_s,
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")

@@ -49,9 +49,21 @@ from megatron.adaptive.rebalance.layer_state import (
 from megatron.adaptive.schedule.stage_placement import PlacementKind
 
 
-def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
-    """Returns a copy of the job with some settings of ``config.schedule`` replaced."""
-    schedule = dataclasses.replace(job.config.schedule, **changes)
+def with_schedule(
+    job: TrainingJob, *, partition: tuple[int, ...] | None = None, kind: PlacementKind | None = None
+) -> TrainingJob:
+    """Returns a copy of the job with another partition or placement of stages.
+
+    Args:
+        job: Job to copy.
+        partition: Number of layers of each stage, ``None`` to keep the present ones.
+        kind: Placement of stages, ``None`` to keep the present one.
+    """
+    schedule = job.config.schedule
+    if partition is not None:
+        schedule = dataclasses.replace(schedule, partition=partition)
+    if kind is not None:
+        schedule = dataclasses.replace(schedule, pipeline_placement=kind)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
 
 
@@ -82,15 +94,17 @@ def move_stages(
         TransportError: State did not arrive at its new rank and is lost.
     """
     state = _set_aside(box[0])
-    changes: dict[str, Any] = {} if partition is None else {"partition": tuple(partition)}
     kept = None
-    if kind in (None, box[0].placement.kind):
+    keeps_placement = kind in (None, box[0].placement.kind)
+    if keeps_placement:
         engine = box[0].forward_backward
         assert isinstance(engine, ForwardBackward)
         kept = KeptParts(box[0].samples, box[0].padded_vocab_size, engine.orders)
-    else:
-        changes["pipeline_placement"] = kind
-    job = with_schedule(box[0].job, **changes)
+    job = with_schedule(
+        box[0].job,
+        partition=None if partition is None else tuple(partition),
+        kind=None if keeps_placement else kind,
+    )
     random = sharded_rng(job.config).data
     scheduler = box[0].scheduler.state_dict()
     groups = () if box[0].wiring is None else box[0].wiring.groups

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.schedule_specs import (
@@ -307,10 +306,48 @@ def make_schedule(
 
 
 def make_policies(
-    name: str, placement: Placement, num_microbatches: int, **settings: Any
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    weight_pieces: int = 0,
+    cap: float | None = None,
+    shares: bool = True,
+    pace: Pace = EQUAL,
+    hint: Schedule | None = None,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank, from a :class:`Candidate` made of the arguments."""
-    return Candidate(name=name, placement=placement, **settings).policies(num_microbatches)
+    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+
+    Args:
+        name: Name of the static schedule or run-time rule.
+        placement: Assignment of pipeline stages to ranks.
+        num_microbatches: Number of microbatches per step, at least 1.
+        weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
+            weight gradients.
+        cap: Limit on the activations that each rank holds under a run-time rule. One unit is one
+            microbatch in all chunks of the rank. ``None`` for no limit, and for a static schedule,
+            whose order determines its memory.
+        shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
+            ``memory_caps``).
+        pace: Relative times of messages, B and W (see ``Pace``), by which ``hinted`` chooses its
+            hint.
+        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
+            microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
+
+    Raises:
+        ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+            number of microbatches.
+    """
+    candidate = Candidate(
+        name=name,
+        placement=placement,
+        weight_pieces=weight_pieces,
+        cap=cap,
+        shares=shares,
+        pace=pace,
+        hint=hint,
+    )
+    return candidate.policies(num_microbatches)
 
 
 @lru_cache(maxsize=64)

@@ -22,8 +22,8 @@ the others can still run in the hint's order. If microbatches differ in size, th
 bound the memory in bytes. Then every forward pass must also fit by the graded rule of
 ``memory_caps``. If the hint has no action that can start, the rule of ``adaptive`` chooses.
 
-``docs/schedules.md`` explains ``adaptive`` and ``hinted`` step by step, and compares them with
-alternatives in simulations.
+``docs/reference/schedules.md`` explains ``adaptive`` and ``hinted`` step by step.
+``docs/results/2026-11-simulated.md`` compares them with alternatives in simulations.
 """
 
 from __future__ import annotations

@@ -142,7 +142,11 @@ def simulate(
     *,
     seed: int = 0,
     compiled: bool = False,
-    **state_options: Any,
+    cap: float | None = None,
+    sizes: Sequence[float] | None = None,
+    forward_only: bool = False,
+    weight_pieces: int = 0,
+    beside: bool = False,
 ) -> SimResult:
     """Simulates one step.
 
@@ -156,8 +160,14 @@ def simulate(
         compiled: Whether to run the loop as machine code, which numba compiles at the first call.
             Possible for rules of ``runtime_rules``. In plain Python the loop is about 50 times as
             slow.
-        **state_options: Additional arguments for making the :class:`RankState` of every rank, such
-            as ``cap``.
+        cap: Maximum activation memory of each rank under a run-time rule; ``None`` for no limit.
+            One unit is the activations of one microbatch in all chunks of the rank.
+        sizes: Activation memory of each microbatch relative to the mean; ``None`` if all are equal.
+        forward_only: Whether the step is an evaluation, which has no backward passes and holds no
+            activations.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
+            if the backward pass computes them itself.
+        beside: Whether an action may start while another one, of another kind, communicates.
 
     Returns:
         Times, idle fractions and memory peaks of all ranks.
@@ -175,7 +185,14 @@ def simulate(
         workload = draw(placement, num_microbatches, workload, seed=seed)
     states = [
         RankState(
-            placement=placement, rank=rank, num_microbatches=num_microbatches, **state_options
+            placement=placement,
+            rank=rank,
+            num_microbatches=num_microbatches,
+            cap=cap,
+            sizes=sizes,
+            forward_only=forward_only,
+            weight_pieces=weight_pieces,
+            beside=beside,
         )
         for rank in range(placement.num_ranks)
     ]

@@ -16,7 +16,7 @@ sent to only one of them. Every rank holds one chunk.
 
 **Order of actions.** A rank orders its own microbatches as in a pipeline of equal stages. Only the
 warm-up differs: a replica runs so many forward passes that the ranks of the next stage together can
-run their own warm-up and one more forward pass each. ``docs/schedules.md`` has a drawing.
+run their own warm-up and one more forward pass each. ``docs/reference/schedules.md`` has a drawing.
 
 1F1B cannot deadlock: on every earlier stage, the forward passes that the backward pass of
 microbatch m needs run only after backward passes of microbatches below m.

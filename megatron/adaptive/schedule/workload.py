@@ -5,7 +5,7 @@ factors are drawn before the step, per pipeline stage and microbatch, so that th
 every schedule the same times. Times are integers in picoseconds, so that sums do not depend on the
 order of addition.
 
-``docs/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
+``docs/reference/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
 ``occupancy_s`` apply to every link that its ``links`` does not list (see :class:`Link`).
 """
 
@@ -172,7 +172,13 @@ def draw(
     times: StageTimes | StageProfile,
     *,
     seed: int = 0,
-    **profile_options: Any,
+    link: Link | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    rank_factors: tuple[float, ...] | None = None,
+    action_sigma: float = 0.0,
+    microbatch_sigma: float = 0.0,
+    latency_sigma: float = 0.0,
+    microbatch_factors: tuple[tuple[float, ...], ...] = (),
 ) -> Workload:
     """Returns the times of one step, with random factors drawn.
 
@@ -184,7 +190,17 @@ def draw(
             with one and with several chunks get the same times.
         seed: Random seed of all factors. It also chooses one of the measured steps in
             ``microbatch_factors``.
-        **profile_options: Other fields of :class:`StageProfile`, if ``times`` is not a profile.
+        link: Delays between any two ranks that ``links`` does not list; ``None`` for no delays.
+            This and all following arguments are used only if ``times`` is not a profile, which
+            contains them.
+        links: Delays of particular links, by ``(from rank, to rank)``; ``None`` for none.
+        rank_factors: Factor on the duration of all actions on each rank; ``None`` for a factor of
+            1.
+        action_sigma: Sigma of a separate random factor for each action, from 0.
+        microbatch_sigma: Sigma of a random factor on all actions of a microbatch, from 0.
+        latency_sigma: Sigma of a separate random factor on the latency of each message, from 0.
+        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
+            empty if all microbatches are equal.
 
     Raises:
         ScheduleError: An argument is out of range.
@@ -192,9 +208,18 @@ def draw(
     if isinstance(times, StageProfile):
         profile = times
     else:
-        profile = StageProfile(times=times, **profile_options)
+        profile = StageProfile(
+            times=times,
+            link=link or Link(),
+            links=dict(links or {}),
+            rank_factors=rank_factors,
+            action_sigma=action_sigma,
+            microbatch_sigma=microbatch_sigma,
+            latency_sigma=latency_sigma,
+            microbatch_factors=microbatch_factors,
+        )
     times = profile.times
-    microbatch_factors = profile.factors_of(seed, num_microbatches)
+    step_factors = profile.factors_of(seed, num_microbatches)
     _check_times(placement, times)
     stages = placement.num_stages
     fine = len(times.forward_s)
@@ -204,8 +229,8 @@ def draw(
         durations[:2, :, 0], 1 / PS_PER_S
     )
     durations = np.broadcast_to(durations, (3, fine, num_microbatches))
-    if microbatch_factors is not None:
-        durations = durations * _factors(microbatch_factors, num_microbatches, "microbatch")
+    if step_factors is not None:
+        durations = durations * _factors(step_factors, num_microbatches, "microbatch")
     latency, occupancy = _links(placement, profile.link, profile.links)
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
     if any(getattr(profile, name) for name in _SIGMAS):
@@ -363,7 +388,7 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
             unknown.
     """
     try:
-        data = read_json(path, "name a profile, see docs/schedules.md")
+        data = read_json(path, "name a profile, see docs/reference/schedules.md")
         check_form(data, "times", str(path))
     except ConfigError as error:
         raise ScheduleError(f"profile {error}") from error

@@ -1,29 +1,40 @@
 """Finds the trace to read when the user names a run, or names nothing.
 
-``runs/latest`` is a symbolic link to the newest run's folder, or a text file with that folder's
-path relative to ``runs``. A run's folder contains a folder ``traces`` with a JSON-lines file per
-rank. It may also contain the trace in the older text format (``legacy_text``). The first of these
-that exists is read:
+A run's folder contains a folder ``traces`` with a JSON-lines file per rank. It may also contain the
+trace in the older text format (``legacy_text``). If the user names nothing, the newest run is read:
+the one that wrote its files last. Runs write here by default, below the current directory::
 
-1. the folder or file that the user names,
-2. ``runs/latest`` below the current directory,
-3. a trace in the text format in the current directory.
+    runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
+    runs/latest                                 the newest of these: a link, or a file with its path
+    logs/JOB, logs/JOB/traces                   jobs of conf.sh, on pods and on Slurm
+    traces, checkpoints                         the names that the documentation uses with
+                                                --trace-dir and --save
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.config.input_files import read_text
+from megatron.adaptive.config.input_files import read_text, say
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
-from megatron.adaptive.trace.legacy_text import legacy_name, legacy_shape, read_legacy
+from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-RUNS = "runs"
-LATEST = "latest"
+"""Name of the folder of traces in a run's folder."""
+
+_RUNS = Path("runs")
+_LATEST = _RUNS / "latest"
+_HERE = Path()
+PARENTS = (_RUNS, Path("logs"), _HERE)
+"""Folders in which runs are searched by default; of the current folder only its own files count."""
+
+_LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
+_TEXT = "trace_pipeline_*_model_chunks_*.txt"
 
 
 def load_run(
@@ -33,44 +44,107 @@ def load_run(
 
     Args:
         path: Path of the run's folder, of its folder ``traces``, of a file in the text format, or
-            of a table of times that somebody published. ``None`` for the latest run.
+            of a table of times that somebody published. ``None`` for the newest run.
         num_ranks: Required number of pipeline ranks, ``None`` for any.
         num_chunks: Required number of chunks per rank, ``None`` for any.
 
     Raises:
         TraceError: No trace exists, it cannot be read, or it has other numbers of ranks or chunks.
     """
-    source = path or latest_run() or _text_file(Path(), num_ranks, num_chunks)
+    source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
-        shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text"
         raise TraceError(
-            f"no trace found: neither {Path(RUNS, LATEST)} nor {shape} in {Path().resolve()}; "
-            "run run_single.sh first or give --run-dir"
+            f"no run with a trace in {searched()}: train with --trace-dir, or give the folder of a"
+            " run"
         )
     if not source.exists():
         raise TraceError(f"{source} does not exist; give the folder of a run")
     return _read(source, num_ranks, num_chunks)
 
 
-def latest_run() -> Path | None:
+def newest_run(
+    patterns: Sequence[str], parents: Sequence[Path] = PARENTS, *, may_be_empty: bool = False
+) -> Path | None:
+    """Returns the folder of the newest run, and says on stderr which one it is.
+
+    Args:
+        patterns: Patterns of the files that a run's folder must contain, relative to it. The run
+            whose files were changed last is the newest.
+        parents: Folders that contain runs.
+        may_be_empty: Whether a folder in ``runs`` counts even if it contains no such file yet.
+
+    Returns:
+        Path of the folder, ``None`` if there is no run.
+
+    Raises:
+        TraceError: ``runs/latest`` points to a folder that does not exist.
+    """
+    newest: Path | None = None
+    newest_s = -1.0
+    for parent in parents:
+        for folder in _folders(parent, patterns, may_be_empty=may_be_empty):
+            changed_s = _changed_s(folder, patterns)
+            if changed_s is None and may_be_empty and parent == _RUNS:
+                changed_s = folder.stat().st_mtime
+            if changed_s is not None and changed_s > newest_s:
+                newest = folder
+                newest_s = changed_s
+    if newest is not None:
+        say(f"no folder given: reading the newest run, {newest.resolve()}")
+    return newest
+
+
+def searched(parents: Sequence[Path] = PARENTS) -> str:
+    """Returns the folders that :func:`newest_run` searches, for an error message."""
+    *others, last = (str(parent.resolve()) for parent in parents)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
+    """Returns the subfolders of a folder that may be the newest run.
+
+    These are none if the folder cannot be read. In ``runs`` it is only the run that ``runs/latest``
+    names, if that run has the files that are needed.
+    """
+    if parent == _HERE:
+        return [parent]
+    latest = _latest_run() if parent == _RUNS else None
+    if latest is not None and (may_be_empty or _changed_s(latest, patterns) is not None):
+        return [latest]
+    with contextlib.suppress(OSError):
+        return sorted(path for path in parent.iterdir() if path.is_dir() and path.name[0] != ".")
+    return []
+
+
+def _latest_run() -> Path | None:
     """Returns the folder that ``runs/latest`` points to, ``None`` if there is no such link.
 
     Raises:
         TraceError: The link points to a folder that does not exist.
     """
-    pointer = Path(RUNS, LATEST)
-    if pointer.is_file():
-        text = read_text(pointer, "give --run-dir, or run again", TraceError)
-        folder = pointer.parent / text.strip()
-    elif pointer.is_symlink() or pointer.is_dir():
-        folder = pointer
+    if _LATEST.is_file():
+        text = read_text(_LATEST, "name the folder of a run, or run again", TraceError)
+        folder = _LATEST.parent / text.strip()
+    elif _LATEST.is_symlink() or _LATEST.is_dir():
+        folder = _LATEST
     else:
         return None
     if not folder.is_dir():
         raise TraceError(
-            f"{pointer} points to {folder.resolve()}, which is gone; give --run-dir, or run again"
+            f"{_LATEST} points to {folder.resolve()}, which is gone; name the folder of a run, or"
+            " run again"
         )
     return folder
+
+
+def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
+    """Returns the time of the last change of a run's files, ``None`` if it has none of them."""
+    times_s = []
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):  # an active run may remove a file
+                times_s.append(path.stat().st_mtime)
+    return max(times_s, default=None)
 
 
 def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrace:
@@ -103,7 +177,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
     """Returns the newest file in the text format that has the required ranks and chunks."""
     candidates = []
-    for path in folder.glob("trace_pipeline_*_model_chunks_*.txt"):
+    for path in folder.glob(_TEXT):
         shape = legacy_shape(path)
         if shape and num_ranks in (None, shape[0]) and num_chunks in (None, shape[1]):
             candidates.append(path)

@@ -1,4 +1,4 @@
-"""Reads the present state of a run, or its final state, from its files; ``top`` displays it.
+"""Reads the present state of a run, or its final state, from its files; ``job top`` displays it.
 
 The files are the traces with the spans of the latest iterations, each rank's status file with its
 present action (``status_files``), and the trainer's progress. Each of them may be missing. Clocks
@@ -24,7 +24,7 @@ import numpy as np
 from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.block_index import Block, FileIndex, read_blocks
-from megatron.adaptive.trace.locate import TRACES, latest_run
+from megatron.adaptive.trace.locate import TRACES, newest_run, searched
 from megatron.adaptive.trace.metrics import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 from megatron.adaptive.trace.span_columns import Ints, Mask
@@ -156,20 +156,29 @@ class Snapshot:
         return float(passed_s / done * left) if done > 0 else None
 
 
+_LIVE = (
+    "trace_rank_*.jsonl",
+    PROGRESS_NAME,
+    f"{TRACES}/trace_rank_*.jsonl",
+    f"{TRACES}/{PROGRESS_NAME}",
+)
+"""Patterns of the files in a run's folder that show what the run does."""
+
+
 def find_live(folder: Path | None) -> Path:
     """Returns the folder of a run; its traces need not exist yet.
 
     Args:
-        folder: Path of the run's folder or of its traces; ``None`` for ``runs/latest``.
+        folder: Path of the run's folder or of its traces; ``None`` for the newest run.
 
     Raises:
         TraceError: The folder does not exist.
     """
     if folder is None:
-        latest = latest_run()
-        if latest is None:
-            raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
-        return latest.resolve()  # a run that starts later changes the link, not this path
+        newest = newest_run(_LIVE, may_be_empty=True)
+        if newest is None:
+            raise TraceError(f"no run in {searched()}: give the folder of a run or its traces")
+        return newest.resolve()  # a run that starts later changes the link, not this path
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; give the folder of a run or its traces")

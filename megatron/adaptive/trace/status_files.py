@@ -11,9 +11,9 @@ replaces::
 If the rank is killed, the file stays, and its age shows that the rank no longer writes.
 
 ``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
-One rank writes it (``engine.progress``); ``top``, managers, status and report read it. No line is
-read twice. A line that is still being written is read next time. A line that a full disk cut short
-is skipped.
+One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and managers
+read it. No line is read twice. A line that is still being written is read next time. A line
+that a full disk cut short is skipped.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A trace file belongs to one rank. This module defines the names, the records and
 lines of JSON. It opens no trace file and imports nothing heavy, because the recorder uses it
 during training. It reads the clock only to make a new :class:`TraceHeader`.
 
-``docs/traces.md`` describes the contents of each kind of span. Sender and receiver of a message
-both record the receiving rank's ``of`` and ``chunk``, so that the two spans can be matched.
+``docs/reference/traces.md`` describes the contents of each kind of span. Sender and receiver of a
+message both record the receiving rank's ``of`` and ``chunk``, so that the two spans can be matched.
 
 The text form::
 

@@ -42,12 +42,9 @@ with device.quiet_imports():
     from megatron.adaptive.config.trainer import TrainerConfig
     from megatron.adaptive.data.tokenizer import padded_vocab_size
     from megatron.adaptive.engine.deferred_layers import attach_stores
+    from megatron.adaptive.engine.executor import ActivationMeter
     from megatron.adaptive.engine.rendezvous import MeetingError, no_rendezvous
-    from megatron.adaptive.engine.stages import (
-        ActivationMeter,
-        MegatronStages,
-        default_process_groups,
-    )
+    from megatron.adaptive.engine.stages import MegatronStages, default_process_groups
     from megatron.adaptive.errors import ConfigError, SetupError
     from megatron.adaptive.gpt.build_model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed

@@ -357,6 +357,7 @@ class Packet:
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
+            # torch declares this form of the method only for a size, not for a shape.
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:
@@ -403,7 +404,7 @@ def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
         members: Global ranks of this rank's group, including this rank.
         gather: Function that exchanges values between all ranks of the job.
     """
-    joined = None
+    joined: dist.ProcessGroup | None = None
     for ranks in sorted(set(map(tuple, gather(members)))):
         group = dist.new_group(list(ranks), backend="gloo")
         if list(ranks) == members:

@@ -32,12 +32,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.adaptive.errors import PeerLostError
 
+_Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
 # Interval in seconds at which the states of this machine's ranks are read from /proc.
 _LOOK_S = 1.0
@@ -453,9 +454,9 @@ class _Board:
         self._jobs.put(None)
         self._thread.join(1.0)
 
-    def _call(self, job: Callable[[dist.Store], Any], limit_s: float) -> Any:
+    def _call(self, job: Callable[[dist.Store], _Answer], limit_s: float) -> _Answer | None:
         """Runs ``job`` in the store's thread; returns ``None`` if it exceeds the limit or fails."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
 
         def run(store: dist.Store) -> None:
             answer = None

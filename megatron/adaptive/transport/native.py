@@ -13,7 +13,7 @@ the sender when the last view of the tensor is released, in any order and from a
 receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
 that the sender is not blocked for ever.
 
-``staging.py`` handles GPU tensors; ``docs/transport.md`` describes the bytes of a message.
+``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes a message's bytes.
 """
 
 from __future__ import annotations
@@ -164,10 +164,10 @@ class NativeTransport:
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
-        tensor = self._node.reserve_tensor(peer, code, shape)
+        tensor: torch.Tensor | None = self._node.reserve_tensor(peer, code, shape)
         if tensor is None:
             return torch.empty(shape, dtype=dtype)
-        return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
+        return tensor.view(dtype) if variant else tensor
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
         return {peer: {"kind": kind, **self._node.info(peer)} for peer, kind in self._kinds.items()}
@@ -219,11 +219,12 @@ def _arrival_class(module: ModuleType) -> type[Any]:
     The extension makes the objects of this class and implements most methods of :class:`Arrival`.
     """
 
+    # mypy does not know the base class, which the extension defines at run time.
     class NativeArrival(module.Arrival, Arrival):  # type: ignore[misc, name-defined]
         __slots__ = ()
 
         @property
-        def label(self) -> Label:  # type: ignore[override]
+        def label(self) -> Label:  # type: ignore[override]  # unlike in Arrival, it is read only
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
@@ -263,10 +264,10 @@ class DeviceArrival(Arrival):
         self._settled: torch.Tensor | None = None
         self._copied: Callable[[], torch.Tensor] | None = None
 
-    label = property(lambda self: _label_of(self._native))  # type: ignore[assignment]
-    peer = property(lambda self: self._native.peer)  # type: ignore[assignment]
-    nbytes = property(lambda self: self._native.nbytes)  # type: ignore[assignment]
-    arrived_ns = property(lambda self: self._native.arrived_ns)  # type: ignore[assignment]
+    label = property(lambda self: _label_of(self._native))
+    peer = property(lambda self: self._native.peer)
+    nbytes = property(lambda self: self._native.nbytes)
+    arrived_ns = property(lambda self: self._native.arrived_ns)
 
     def take(self) -> torch.Tensor:
         """Returns the payload on the GPU, a view of the slot if the slot is in GPU memory."""
@@ -303,7 +304,8 @@ def _label_of(native: Any) -> Label:
     if native._label is None:
         action = _action(native.kind, native.chunk, native.microbatch)
         native._label = Label(native.step, action)
-    return native._label  # type: ignore[no-any-return]
+    label: Label = native._label
+    return label
 
 
 @lru_cache(maxsize=1 << 16)
@@ -366,19 +368,19 @@ class NativeQueue:
     def poll(self) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.poll()
-        item = self._node.poll()
+        item: Item | None = self._node.poll()
         is_ready = item is None or type(item) is self._ready
-        return item if is_ready else self._open(item)  # type: ignore[no-any-return]
+        return item if is_ready else self._open(item)
 
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
         # The deadline is passed on unchanged, because reading the clock in Python may take as long
         # as a message in a virtual machine.
-        item = self._wait(deadline_s)
+        item: Item | None = self._wait(deadline_s)
         # The type is checked here, to save a call of _open(), which takes as long as this whole
         # method.
-        return item if type(item) is self._ready else self._open(item)  # type: ignore[return-value]
+        return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
         """Stops the thread of :meth:`listen`, if there is one."""
@@ -395,7 +397,8 @@ class NativeQueue:
         # Any other item was put into the queue by a Python thread.
         if isinstance(item, Exception):
             raise item
-        return item  # type: ignore[no-any-return]
+        other: Item | None = item
+        return other
 
     def _forward(self, forwarded: CompletionQueue) -> None:
         """Passes items of the node to another queue until stopped. Runs in a thread."""

@@ -26,7 +26,7 @@ import datetime
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,7 @@ from megatron.adaptive.transport.gloo import (
 )
 from megatron.adaptive.transport.interface import (
     Arrival,
+    Completions,
     Endpoint,
     Header,
     HeldArrival,
@@ -77,7 +78,11 @@ class NcclTransport(GlooTransport):
         outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0.
         incoming: Communicator for messages from each peer.
         streams: Source of streams on the device.
-        options: Other arguments of :class:`GlooTransport`.
+        peers: Global ranks with which this rank exchanges messages.
+        device: Device on which received tensors are placed.
+        describe: Function that returns a peer's display name for error messages (host, stage).
+        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        completions: Queue for received messages and failures; ``None`` makes a new one.
     """
 
     name = "nccl"
@@ -89,7 +94,11 @@ class NcclTransport(GlooTransport):
         outgoing: Mapping[int, Any],
         incoming: Mapping[int, Any],
         streams: Streams,
-        **options: Any,
+        peers: Sequence[int],
+        device: torch.device,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+        timeout_s: float = 600.0,
+        completions: Completions | None = None,
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
@@ -100,9 +109,18 @@ class NcclTransport(GlooTransport):
             peer: Worker(
                 f"send-to-{peer}", functools.partial(self._send_failed, peer), streams.private
             )
-            for peer in options["peers"]
+            for peer in peers
         }
-        super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
+        super().__init__(
+            group,
+            peers=peers,
+            device=device,
+            payload_shape=None,
+            dtype=torch.float32,
+            describe=describe,
+            timeout_s=timeout_s,
+            completions=completions,
+        )
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         if peer in self._failures:

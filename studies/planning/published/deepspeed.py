@@ -90,7 +90,7 @@ def rendezvous_times(
     buffered: Any,
     gradients_first: bool = True,
 ) -> ScheduleTimes:
-    """Time one step, one stage on each rank.
+    """Computes the times of one step, with one stage on each rank.
 
     Args:
         num_microbatches: of the step.
@@ -131,7 +131,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Run calls of a rank up to one that has to wait; whether there was any."""
+        """Runs calls of a rank up to one that has to wait; returns whether there was any."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]

@@ -72,7 +72,7 @@ def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
         if not isinstance(document, dict) or key not in document:
             raise ConfigError(
                 f"{folder}: no {'.'.join(keys[: at + 1])} in its JSON files: see the forms of data"
-                " sets in docs/planner.md"
+                " sets in docs/reference/planner.md"
             )
         document = document[key]
     return document

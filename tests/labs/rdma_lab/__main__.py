@@ -10,7 +10,7 @@ from . import MACHINES, LabError, __doc__, prepare, qemu, run
 
 
 def main() -> int:
-    """Run a command on all nodes and print what they say as ``[rank] line``."""
+    """Runs a command on all nodes and prints its output as ``[rank] line``."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.labs.rdma_lab",
         description=__doc__,

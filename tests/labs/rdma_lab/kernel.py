@@ -35,7 +35,7 @@ CHANGES = (
 
 
 def prepare() -> Path:
-    """Return the kernel to boot; the first call installs what it needs and compiles it.
+    """Returns the kernel to boot; the first call installs packages and compiles it.
 
     Raises:
         LabError: that is not possible here.
@@ -50,7 +50,7 @@ def prepare() -> Path:
 
 
 def why_not() -> str | None:
-    """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
+    """Returns why :func:`prepare` cannot succeed, ``None`` if it can."""
     if reason := packages.why_not_here():
         return reason
     lacking = _lacking(_kernel())
@@ -74,7 +74,7 @@ def _kernel() -> Path:
 
 
 def _build(folder: Path) -> None:
-    """Compile in a folder beside the kernel's, which then takes its name."""
+    """Compiles in a temporary folder, which is then renamed to that of the kernel."""
     print(f"rdma-lab: compiling {folder}, which takes some minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)

@@ -98,7 +98,7 @@ class _Node:
     read_bytes: int = 0
 
     def look(self) -> None:
-        """Take note of what is new."""
+        """Reads the new output of the node, and its status."""
         ended = self.process.poll() is not None
         self.read()
         file = self.folder / f"status.{self.rank}"
@@ -108,7 +108,7 @@ class _Node:
             self.status = DIED
 
     def read(self, *, last: bool = False) -> None:
-        """Take the whole lines that it added to its output; with ``last`` also half a line."""
+        """Reads the complete new lines of the output; with ``last`` also an incomplete line."""
         with (self.folder / f"output.{self.rank}").open("rb") as output:
             output.seek(self.read_bytes)
             new = output.read()
@@ -118,19 +118,19 @@ class _Node:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """Add a line to its output."""
+        """Adds a line to the node's output."""
         self.said.append(line)
         if self.on_line is not None:
             self.on_line(self.rank, line)
 
     def end(self) -> None:
-        """End it with all its programs."""
+        """Ends the node with all its programs."""
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def conclude(self) -> None:
-        """Read the rest of its output; one that never finished shows its console too."""
+        """Reads the rest of the output; adds the console if the node never finished."""
         self.read(last=True)
         if self.status in (None, DIED):
             console = (self.folder / f"console.{self.rank}").read_text(errors="replace")
@@ -149,7 +149,7 @@ def run(
     on_line: OnLine | None = None,
     machine: str = "uml",
 ) -> Result:
-    """Run a command on every node and wait until all have finished.
+    """Runs a command on every node and waits until all have finished.
 
     Args:
         command: program and arguments.
@@ -196,7 +196,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Follow the nodes until all have finished or the time is over; return the first failure."""
+    """Watches the nodes until all have finished or time is over; returns the first failure."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -210,7 +210,7 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Lay out what the nodes read when they boot, and the files that they write."""
+    """Writes the files that the nodes read when they boot, and creates those that they write."""
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -242,7 +242,7 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Make links; return their ends by node: node 0 has one to every other."""
+    """Makes links from node 0 to all others; returns the ends of the links by node."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
@@ -256,7 +256,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Return what the nodes run on, in turn.
+    """Returns the processors of this machine that each node runs on, in turn.
 
     User-mode Linux has one processor and is two processes here, its kernel and its programs, of
     which one runs at a time. Apart from each other they make every system call two to three times
@@ -272,7 +272,7 @@ def _processors(machine: str) -> list[set[int]]:
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a node on these processors; it dies with this thread."""
+    """Starts a node on these processors; the node dies with this thread."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, processors)
@@ -310,7 +310,7 @@ def _start(
 def _user_mode_linux(
     boot: _Boot, variables: Sequence[str], links: Sequence[socket.socket]
 ) -> list[str]:
-    """Return the command of a node that is User-mode Linux."""
+    """Returns the command that starts a node as User-mode Linux."""
     command = [str(boot.kernel), f"mem={boot.memory_mib}M"]
     command += "root=/dev/root rootfstype=hostfs rootflags=/ ro quiet panic=-1".split()
     command += [

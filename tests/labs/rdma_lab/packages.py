@@ -55,21 +55,21 @@ class LabError(Exception):
 
 
 def why_not_here() -> str | None:
-    """Return why no kind of node can run on this machine, ``None`` if nothing speaks against it."""
+    """Returns why no kind of node can run on this machine, ``None`` if one can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the RDMA lab needs Linux on x86_64"
     return None
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Return where what these choices give is kept, whether it is there or not."""
+    """Returns the path at which the result for these choices is cached, present or not."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Call ``make(folder)`` unless the folder is there; two at once do not do it twice."""
+    """Calls ``make(folder)`` unless the folder exists; of two callers only one makes it."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Return the packages of what is not there, each once."""
+    """Returns the packages of missing files, each once."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -91,12 +91,12 @@ def missing(*needs: Mapping[str, str]) -> list[str]:
 
 
 def can_install() -> bool:
-    """Return whether this process may install packages."""
+    """Returns whether this process may install packages."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(packages: list[str]) -> None:
-    """Install Debian packages, where :func:`can_install`; waits for other installations to end.
+    """Installs Debian packages (see :func:`can_install`); waits for other installations to end.
 
     Raises:
         LabError: it did not work.
@@ -107,7 +107,7 @@ def install(packages: list[str]) -> None:
 
 
 def call(*command: str | Path, cwd: Path | None = None, given: str | None = None) -> bytes:
-    """Run a program to its end; returns what it wrote to stdout.
+    """Runs a program to its end; returns its standard output.
 
     Args:
         command: program and arguments.

@@ -32,7 +32,7 @@ class PerftestError(Exception):
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
-    """Return bytes per second of RDMA writes from node 1 to node 0, many at a time.
+    """Returns the bandwidth of many RDMA writes at a time from node 1 to node 0, in bytes/s.
 
     Args:
         size_bytes: of a write.
@@ -51,7 +51,7 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
 
 
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
-    """Return microseconds from an RDMA write until the other node's program sees it in its memory.
+    """Returns the time in us from an RDMA write until the other node's program sees the data.
 
     Where processors are shared the two values differ by a multiple: some writes wait for a whole
     slice of another program.
@@ -73,7 +73,7 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Return the columns of the client's table that follow size and number of writes."""
+    """Returns the columns of the client's table behind size and number of writes."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs between nodes 0 and 1, this is node {rank}")
@@ -97,7 +97,7 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Run the tool once, on node 1 after it listens on node 0; return words of its table."""
+    """Runs the tool on node 1 as soon as node 0 listens; returns the values of its table."""
     mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
     command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
     command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]
@@ -132,14 +132,14 @@ def _await(reached: Callable[[], bool], deadline_s: float) -> None:
 
 
 def _listens() -> bool:
-    """Return whether a program of this node listens on the port; connecting would disturb it."""
+    """Returns whether a program of this node listens on the port, without connecting to it."""
     sockets = (Path("/proc/net", name).read_text().split("\n")[1:] for name in ("tcp", "tcp6"))
     rows = [line.split() for lines in sockets for line in lines if line]
     return any(row[1].endswith(f":{_PORT:04X}") and row[3] == _LISTEN for row in rows)
 
 
 def main() -> None:
-    """Print a table on node 0."""
+    """Prints a table on node 0."""
     quiet = os.environ["RANK"] != "0"
     for size_bytes in BANDWIDTH_SIZES:
         rate = bandwidth(size_bytes)

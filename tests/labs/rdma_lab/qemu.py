@@ -38,7 +38,7 @@ _FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host")
 
 
 def why_not() -> str | None:
-    """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
+    """Returns why :func:`prepare` cannot succeed, ``None`` if it can."""
     if reason := packages.why_not_here():
         return reason
     if lacking := packages.missing(packages.RUNNING, PACKAGES):
@@ -50,7 +50,7 @@ def why_not() -> str | None:
 
 
 def prepare() -> Path:
-    """Return the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
+    """Returns the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
 
     Raises:
         LabError: that is not possible here.
@@ -63,7 +63,7 @@ def prepare() -> Path:
 
 
 def _make(kernel: Path) -> None:
-    """Fetch the kernel into a folder beside, which then takes its name."""
+    """Downloads the kernel to a temporary folder, which is then renamed."""
     with tempfile.TemporaryDirectory(dir=kernel.parent) as name:
         work = Path(name)
         tree = work / "package"
@@ -93,7 +93,7 @@ def _make(kernel: Path) -> None:
 
 
 def _fetch(work: Path, tree: Path) -> None:
-    """Unpack the package that :data:`KERNEL` depends on."""
+    """Unpacks the package that :data:`KERNEL` depends on."""
     try:
         listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
         package = next(word for word in listed if word.startswith("linux-image-6.12."))
@@ -104,7 +104,7 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copy the modules and what they need, by names that sort as they are to be loaded."""
+    """Copies the modules and their dependencies; their names sort in the order of loading."""
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(
@@ -129,7 +129,7 @@ def arguments(
     folders: Mapping[str, Path],
     variables: Sequence[str],
 ) -> list[str]:
-    """Return the command of a node.
+    """Returns the command that starts a node.
 
     Args:
         kernel: of :func:`prepare`.

@@ -17,7 +17,7 @@ _KIND = re.compile(r"(\w+):([1-9]\d*)x(\d+)")
 
 
 def main() -> int:
-    """Start a lab, run a command on its login host, and end the lab with it."""
+    """Starts a lab, runs a command on its login host, and then ends the lab."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.labs.slurm_lab",
         description=__doc__,

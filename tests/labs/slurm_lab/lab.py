@@ -83,7 +83,7 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Return why the lab cannot run here, ``None`` if it can."""
+    """Returns why the lab cannot run here, ``None`` if it can."""
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -153,7 +153,7 @@ class Lab:
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host, by default the login host, and return what it printed."""
+        """Runs a command on a host, by default the login host, and returns its output."""
         return subprocess.run(
             [*self.enter(on, str(self.folder)), *command],
             env=self.variables,
@@ -165,31 +165,31 @@ class Lab:
         )
 
     def output(self, *command: str) -> str:
-        """Return what a command prints on the login host; it must succeed."""
+        """Returns the output of a command on the login host; the command must succeed."""
         done = self.run(command)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """End all processes of a node at once; what it had connected is closed."""
+        """Ends all processes of a node at the same time, which closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Cut a node's cable and end all its processes: others hear nothing of it."""
+        """Disconnects a node and ends all its processes, so that others receive no notice."""
         self.unplug(name)
         self.crash(name)
 
     def unplug(self, name: str) -> None:
-        """Cut a node's cable; its processes live on."""
+        """Disconnects a node; its processes continue."""
         self._in_ctl("ip", "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
-        """Put the cable in again."""
+        """Connects the node again."""
         self._in_ctl("ip", "link", "set", name, "up")
 
     def boot(self, name: str) -> None:
-        """Start a node, anew if it is up."""
+        """Starts a node; restarts it if it runs."""
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
@@ -206,7 +206,7 @@ class Lab:
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:
-        """Boot a node that lost its processes; it gets jobs once Slurm has heard of that.
+        """Boots a node that lost its processes; Slurm gives it jobs after noticing that.
 
         As an administrator does it. Before, Slurm may give a job to the node as it was, and ends it
         for good once the node says that it started anew and no such job is there.
@@ -226,14 +226,14 @@ class Lab:
         self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
-        """Return the words before a command that runs it on a host, in a folder."""
+        """Returns the start of a command that runs the rest on a host, in a folder."""
         return [
             *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
             *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Return the processes of a node besides its first and Slurm's own."""
+        """Returns the processes of a node, without its first one and those of Slurm."""
         init, found = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -245,7 +245,7 @@ class Lab:
         return found
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """Ends everything. Idempotent."""
         hosts, self._hosts = self._hosts, {}
         for host in reversed(hosts.values()):
             with contextlib.suppress(psutil.Error):
@@ -325,7 +325,7 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Return the first process of a host: the bash below ``unshare``."""
+        """Returns the first process of a host: the bash below ``unshare``."""
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):
@@ -338,7 +338,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Run a command in the network of the login host, with process ids of this machine."""
+        """Runs a command in the network of the login host, in this machine's process namespace."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,

@@ -32,8 +32,8 @@ SCRIPTS = (
     "watched.py",
     "pipeline_script.py",
 )
-PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
-LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "launch"]]
+PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adaptive", "profile"]]
+LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "job", "launch"]]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 NAMESPACES = ("net", "uts", "mnt", "pid")
 PR_SET_NAME = 15
@@ -75,13 +75,14 @@ def _end(status: int) -> None:
 
 def is_trainer(words: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
-    return words[:3] in PROGRAMS or (bool(words) and words[0].endswith(SCRIPTS))
+    by_name = bool(words) and words[0].endswith(SCRIPTS)
+    return by_name or any(words[: len(program)] == program for program in PROGRAMS)
 
 
 def is_launcher(words: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python``, start ranks."""
     by_name = bool(words) and words[0].endswith("/torchrun")
-    return by_name or words[:2] in LAUNCHERS or words[:3] in LAUNCHERS
+    return by_name or any(words[: len(launcher)] == launcher for launcher in LAUNCHERS)
 
 
 def serve(path: str) -> None:

@@ -19,7 +19,7 @@ LIMIT_S = 600.0
 
 
 def measure(spans: int) -> dict[str, float]:
-    """Make a run up and read it in a process of its own.
+    """Writes a made-up run and reads it in a separate process.
 
     Args:
         spans: about how many.
@@ -51,7 +51,7 @@ def measure(spans: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Read the run in a folder and say what that took."""
+    """Reads the run in a folder and prints the time and memory of that."""
     from megatron.adaptive.trace.diagnose import diagnose
 
     start = time.perf_counter()

@@ -114,7 +114,7 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 
 
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
-    """Compare a diagnosis with the truth.
+    """Compares a diagnosis with the truth.
 
     A last stage with a head is uneven indeed: there, that finding is neither right nor wrong.
     """
@@ -132,7 +132,7 @@ def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]
 
 
 def outcomes(runs: int, seed: int, groups: Iterable[str] | None = None) -> Iterator[Outcome]:
-    """Make runs up and diagnose them.
+    """Makes up runs and diagnoses them.
 
     Args:
         runs: with faults, and as many quiet ones.

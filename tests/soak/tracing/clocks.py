@@ -25,7 +25,7 @@ PERIODS_S = (0.1, 0.5)
 
 
 def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
-    """Let processes with wrong clocks sample, and hold what is fitted against the truth.
+    """Samples the clocks of processes with wrong clocks, and compares the fit with the truth.
 
     Args:
         seconds: how long each samples.
@@ -57,7 +57,7 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
 def sample(
     server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
 ) -> dict[str, Any]:
-    """Let a process with a wrong clock sample; returns ``samples``, ``bursts`` and ``start_ns``.
+    """Starts a process with a wrong clock; returns ``samples``, ``bursts`` and ``start_ns``.
 
     Raises:
         RuntimeError: the process failed.
@@ -72,7 +72,7 @@ def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
 
 
 def main() -> int:
-    """Be a process with a wrong clock."""
+    """Runs a process with a wrong clock."""
     port, secret, offset_s, drift_ppm, seconds = sys.argv[1:]
     start_ns = time.monotonic_ns()
 

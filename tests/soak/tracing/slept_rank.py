@@ -67,7 +67,7 @@ class Stages(SleepingStages):
         self.worked_s: list[tuple[float, float]] = []
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Read and sleep F."""
+        """Reads data and sleeps for the time of F."""
         start_ns = time.monotonic_ns()
         if self.stages[chunk] == 0:
             self._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
@@ -81,7 +81,7 @@ class Stages(SleepingStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleep B, and W with it."""
+        """Sleeps for the time of B and W."""
         start_s = time.monotonic()
         result = super().backward(chunk, microbatch, gradient)
         self.worked_s.append((start_s, time.monotonic()))
@@ -133,13 +133,13 @@ class Rank:
         self._sleeper = Sleeper()
 
     def close(self) -> None:
-        """Close what this has opened; collective."""
+        """Closes all that this object has opened; collective."""
         self._recorder.close()
         self._channels.close()
         dist.barrier(group=self._world)
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
-        """Run an iteration; returns when its actions ran."""
+        """Runs an iteration; returns the times of its actions."""
         run, made = self._run, self._candidate
         drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
         count = len(data_s)
@@ -213,7 +213,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Be one rank; returns for each when its actions ran, by iteration."""
+    """Runs one rank; returns the times of its actions in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

@@ -26,7 +26,7 @@ HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
 
 
 def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
-    """Run and diagnose.
+    """Runs and diagnoses.
 
     Args:
         runs: how many; half with one replica, half with two.
@@ -48,7 +48,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
 
 
 def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
-    """Run without fault.
+    """Measures runs without a fault.
 
     Args:
         runs: how many.
@@ -72,7 +72,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
 
 
 def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
-    """Carry out a run.
+    """Executes a run.
 
     Args:
         folder: for its traces.

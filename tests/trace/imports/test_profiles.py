@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.cli.trace import main
+from megatron.adaptive.cli.trace import import_run
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports import profiles
 from megatron.adaptive.trace.imports.profiles import read_profiles
@@ -58,7 +58,7 @@ def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
     folder, log = tmp_path / "recorded", tmp_path / "log.txt"
     status = run_ranks([program, str(folder)], world_size=2, log=log, limit_s=120)
     assert status == 0, log.read_text()
-    assert main(["import", str(folder), "--output", str(tmp_path / "traces")]) == 0
+    assert import_run([str(folder), "--output", str(tmp_path / "traces")]) == 0
     run = load_run(tmp_path / "traces")
     assert (run.world_size, run.num_ranks, len(run.iterations)) == (2, 1, 3)
     for trace in run.ranks.values():
@@ -118,7 +118,7 @@ def test_a_loop_without_names_is_advised(copied: Path, capsys: pytest.CaptureFix
         read_profiles(copied)
     for path in copied.iterdir():
         edit(path, lambda text: text.replace(b"back_thing", b"backward_step"))
-    assert main(["import", str(copied), "--output", str(copied / "traces")]) == 0
+    assert import_run([str(copied), "--output", str(copied / "traces")]) == 0
     assert "of no known kind: for_thing (24)" in capsys.readouterr().err
 
 

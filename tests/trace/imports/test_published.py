@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.adaptive.cli.trace import main
+from megatron.adaptive.cli.trace import import_run
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.imports.published import read_table, run_of_columns, write_run
 from megatron.adaptive.trace.metrics import run_figures
@@ -121,12 +121,12 @@ def test_unknown_kinds_are_counted_and_the_command_says_so(
 ) -> None:
     table = make_job(extra=[("moe-dispatch", 0.5)])
     path = write_csv(table, tmp_path / "job.csv")
-    assert main(["import", str(path), "--output", str(tmp_path / "traces")]) == 0
+    assert import_run([str(path), "--output", str(tmp_path / "traces")]) == 0
     said = capsys.readouterr()
     assert "unknown kinds are left out: moe-dispatch (2)" in said.err
     assert "6 ranks (3 pipeline ranks x 2 replicas), iterations 5-6" in said.out
     with pytest.raises(TraceError, match="holds the traces of a run"):
-        main(["import", str(path), "--output", str(tmp_path / "traces")])
+        import_run([str(path), "--output", str(tmp_path / "traces")])
 
 
 def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:

@@ -60,7 +60,7 @@ def page(browser: Any) -> Any:
 
 
 def wait_for(browser: Any, script: str, *arguments: Any, within_s: float = READY_S) -> None:
-    """Wait until a script returns something true."""
+    """Waits until a script returns a true value."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser, within_s, 0.05).until(lambda d: d.execute_script(script, *arguments))
@@ -94,7 +94,7 @@ def pointer(page: Any) -> Any:
 
 
 def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
-    """Move the pointer through places of the window, with its button held where ``drag``."""
+    """Moves the pointer to positions of the window, with its button pressed if ``drag``."""
     actions = pointer(page)
     for number, (x, y) in enumerate(places):
         actions.pointer_action.move_to_location(int(x), int(y))

@@ -41,7 +41,7 @@ def draw(
 
 
 def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
-    """Write the workbook of a run's last iteration."""
+    """Writes the workbook of a run's last iteration."""
     run = read_run(folder)
     step, figures = pipeline_step(run), run_figures(run)
     write_workbook(run, step, figures, target)
@@ -49,7 +49,7 @@ def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
 
 
 def save_order(step: PipelineStep, path: Path) -> None:
-    """Write a workbook of the sheets *order* alone."""
+    """Writes a workbook that has only the sheets of the order."""
     book = Workbook()
     del book[book.sheetnames[0]]
     add_order(book, step, "title")

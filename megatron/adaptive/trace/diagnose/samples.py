@@ -127,30 +127,53 @@ class Measured:
         return groups
 
     def finding(
-        self, columns: Sequence[int], iterations: Ints, *, kind: str | None = None, **evidence: Any
+        self,
+        columns: Sequence[int],
+        iterations: Ints,
+        *,
+        against: str,
+        confidence: float,
+        counts: Mapping[str, int] | None = None,
+        factor: float | None = None,
+        delay_ms: float | None = None,
+        detail: str = "",
+        kind: str | None = None,
     ) -> Finding:
         """Makes a finding about some ranks, with their stages and machines filled in.
 
         Args:
             columns: Columns of the affected ranks.
             iterations: Numbers of the affected iterations, ascending.
+            against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
+                (expected times), ``history`` (other iterations) or ``others`` (other ranks or
+                links).
+            confidence: Probability that the finding is no random effect, 0.5 to 0.99.
+            counts: Number of actions, messages or reads that were compared. The number of
+                iterations is added.
+            factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
+                ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
+            delay_ms: Delay of each message, microbatch or action, in milliseconds; ``None`` if only
+                ``factor`` is known.
+            detail: Further numbers as a line of text.
             kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
-            evidence: Further fields of :class:`Finding`. The number of iterations is added to
-                its ``counts``.
         """
         headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
         if kind is None:
             kind = "lasting" if first == self.iterations[0] else "begun"
             kind = "passed" if last < self.iterations[-1] else kind
-        evidence["counts"] = {"iterations": len(iterations), **evidence.get("counts", {})}
         return Finding(
             cause="",
             ranks=tuple(header.rank for header in headers),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(header.host for header in headers),
             period=Period(first=first, last=last, kind=kind),
-            **evidence,
+            against=against,
+            confidence=confidence,
+            factor=factor,
+            delay_ms=delay_ms,
+            counts={"iterations": len(iterations), **(counts or {})},
+            detail=detail,
         )
 
 

@@ -1,0 +1,287 @@
+"""Defines what describes a family of Hugging Face models: :class:`Family`.
+
+A family is a subclass in a file of this folder, which ``registry.py`` finds. Its attributes are
+tables for keys, settings and weights; :meth:`Family.adjust` is for what no table can say.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron.adaptive.config.families.config_keys import (
+    ACTIVATION,
+    COMMON,
+    DEFAULTS,
+    EXPERTS,
+    HEADS,
+    READ,
+    ROUTER,
+    SIZES,
+    TANH,
+    WITHOUT_EFFECT,
+    Keys,
+    Settings,
+    check_numbers,
+    count_of,
+    plain_value,
+    read_key,
+    scaling_of,
+    whole_keys,
+)
+from megatron.adaptive.config.families.layer_settings import (
+    expert_settings,
+    scaled_rotation,
+    window_settings,
+)
+from megatron.adaptive.config.families.refusals import REFUSE, Check, Verdict
+from megatron.adaptive.config.own_code import line_of_error
+from megatron.adaptive.errors import ConfigError
+
+_LONGEST = 4096
+"""Default of ``--seq-length`` in tokens, unless the model supports only shorter sequences."""
+
+
+class Family:
+    """Describes the Hugging Face models of one architecture.
+
+    A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and
+    ``outer_weights``, or inherits them from another family.
+
+    Attributes:
+        model_types: Values of ``model_type`` in ``config.json`` that belong to the family. They are
+            not inherited.
+        settings: Settings of the trainer that all models of the family have, by the names of their
+            fields in ``config/model.py`` or in megatron-core.
+        needed: Further keys that every model of the family has, by the setting that they give.
+        keys: Further keys that a model of the family may have, by the setting that they give. They
+            replace the usual keys of that setting (``config_keys.py``).
+        attention_keys: Keys about the sizes of attention that a model may have, by their setting.
+        other_keys: Further keys that :meth:`adjust` reads, or that have no effect.
+        defaults: Values of absent keys that ``transformers`` assumes for the family.
+        window_period: Every n-th layer attends to all tokens, the others have a sliding window, if
+            the file does not say; 0 if all layers have it.
+        refuse: Checks of keys of which only some values are supported, by key.
+        missing_feature: Feature that the trainer's layers lack; empty if the trainer can build
+            these models. The planner accepts them in either case.
+        nearest: ``model_type`` of the most similar family that the trainer can build, for the error
+            message about ``missing_feature``.
+        layer_prefix: Prefix of the names of a layer's modules in the folder's files, with ``{}``
+            for the number of the layer.
+        layer_weights: Names of a layer's modules in megatron-core, by their names in the folder's
+            files, in the order of the model. Matrices of several modules that have the same name in
+            megatron-core are stacked by rows. ``{}`` is the number of an expert.
+        outer_weights: Names of the modules outside of layers in megatron-core, by their names in
+            the folder's files.
+        predicts: Whether layers for multi-token prediction may follow the other layers.
+        is_transposed: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
+        is_grouped: Whether one matrix has the rows of queries, keys and values by groups of heads,
+            as in megatron-core.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[Mapping[str, Any]] = {}
+    needed: ClassVar[Keys] = {}
+    keys: ClassVar[Keys] = {}
+    attention_keys: ClassVar[Keys] = HEADS
+    other_keys: ClassVar[Sequence[str]] = ()
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    window_period: ClassVar[int] = 0
+    refuse: ClassVar[Mapping[str, Check]] = REFUSE
+    missing_feature: ClassVar[str] = ""
+    nearest: ClassVar[str] = "llama"
+    layer_prefix: ClassVar[str] = "model.layers.{}."
+    layer_weights: ClassVar[Mapping[str, str]] = {}
+    outer_weights: ClassVar[Mapping[str, str]] = {}
+    predicts: ClassVar[bool] = False
+    is_transposed: ClassVar[bool] = False
+    is_grouped: ClassVar[bool] = False
+
+    def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
+        """Changes settings that depend on several keys, or on the value of a key.
+
+        Args:
+            config: Content of the file, with ``defaults`` for absent keys.
+            settings: Settings that were read from the file, which this method changes.
+        """
+
+    def rotation(self, config: Mapping[str, Any]) -> Settings:
+        """Returns the settings that scale rotary frequencies.
+
+        Args:
+            config: Content of the file, with ``defaults`` for absent keys.
+        """
+        return scaled_rotation(config)
+
+    @functools.cached_property
+    def layer_modules(self) -> Mapping[str, list[str]]:
+        """Names of a layer's modules in the folder's files, by the name in megatron-core."""
+        return _inverted(self.layer_weights)
+
+    @functools.cached_property
+    def outer_modules(self) -> Mapping[str, list[str]]:
+        """Names of the modules outside of layers in the folder's files, by that in megatron-core.
+
+        Each list has one name.
+        """
+        return _inverted(self.outer_weights)
+
+    def is_in_layer(self, name: str) -> bool:
+        """Returns whether a tensor of the folder's files belongs to a layer, by its name."""
+        return name.startswith(self.layer_prefix.partition("{}")[0])
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys that are read, or that have no effect. Others are refused unless ``null``."""
+        return (READ | WITHOUT_EFFECT).union(self._own_keys, self.other_keys)
+
+    @property
+    def _own_keys(self) -> frozenset[str]:
+        tables = (self.needed, self.keys, self.attention_keys)
+        return frozenset(key for table in tables for keys in table.values() for key in keys)
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds ``defaults``, and copies keys of the rotary embedding to the top level.
+
+        Args:
+            config: Content of the file.
+        """
+        rotation = scaling_of(config)
+        if "full_attention" in rotation:
+            # Layers with a sliding window have separate settings. Copy only the base, since other
+            # differences are not supported.
+            in_windows = rotation.get("sliding_attention") or {}
+            key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+            rotation = rotation["full_attention"] or {}
+            config = {**config, key: rotation}
+            if base := in_windows.get("rope_theta"):
+                config["rope_local_base_freq"] = base
+        # If a key is at the top level and among the rotation's settings, transformers uses the
+        # latter.
+        inner_keys = ("rope_theta", "partial_rotary_factor")
+        inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
+        return {**self.defaults, **config, **inner}
+
+    def read(self, config: Mapping[str, Any], where: str, sequence: int | None = None) -> Settings:
+        """Returns the settings of a model.
+
+        Args:
+            config: Content of ``config.json``.
+            where: Path of the file; error messages name it.
+            sequence: Number of tokens per sample; ``None`` for the longest sequence that the model
+                supports, but at most 4,096.
+
+        Raises:
+            ConfigError: A key is missing, or its value is not supported.
+        """
+        config = self.complete(config)
+        whole = whole_keys(self.needed, self.keys, self.attention_keys)
+        check_numbers(config, whole, where)
+        count_keys = {**EXPERTS, **self.keys}["num_moe_experts"]
+        has_experts = any(plain_value(config, key) for key in count_keys)
+        settings = {**self.settings, **self._read_keys(config, has_experts, where)}
+        _drop_idle(config, settings)
+        self._add_attention(config, settings, where)
+        layers = count_of(config, {**SIZES, **self.keys}["num_layers"], where)
+        if has_experts:
+            settings |= expert_settings(config, layers, where)
+        settings |= window_settings(config, self.window_period, layers, where)
+        if settings.get("position_embedding_type") == "rope":
+            settings |= self.rotation(config)
+        activation = next((config[key] for key in ACTIVATION if config.get(key)), None)
+        is_gated = settings.get("swiglu") or settings.get("geglu")
+        if activation in TANH and not is_gated:
+            settings["openai_gelu"] = True
+        if config.get("use_parallel_residual"):
+            settings["parallel_residual"] = True
+        self._adjust(config, settings, where)
+        settings["make_vocab_size_divisible_by"] = 1
+        longest = int(settings["max_position_embeddings"])
+        settings["seq_length"] = sequence or min(longest, _LONGEST)
+        return settings
+
+    def _adjust(self, config: Mapping[str, Any], settings: Settings, where: str) -> None:
+        if type(self).__module__.startswith(__package__ or ""):
+            self.adjust(config, settings)
+            return
+        try:
+            self.adjust(config, settings)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's method may raise anything
+            raise ConfigError(
+                f"{where}: adjust of {type(self).__name__} ({line_of_error(error)}) raised"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+    def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
+        """Returns the settings that single keys give."""
+        needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
+        optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
+        settings: Settings = {}
+        for setting, keys in {**needed, **optional}.items():
+            value = read_key(config, setting, keys, where)
+            if value is None and setting in needed:
+                raise ConfigError(
+                    f"{where}: {' or '.join(keys)} is missing, but every model needs it"
+                )
+            if value is None:
+                value = DEFAULTS.get(setting)
+            if value is not None:
+                settings[setting] = value
+        return settings
+
+    def _add_attention(self, config: Mapping[str, Any], settings: Settings, where: str) -> None:
+        """Adds the settings of grouped queries, of biases and of the output layer."""
+        heads = count_of(config, {**SIZES, **self.keys}["num_attention_heads"], where)
+        groups = config.get("num_key_value_heads")
+        is_latent = settings.get("multi_latent_attention")
+        if groups is not None and groups != heads and not is_latent:
+            settings |= {"group_query_attention": True, "num_query_groups": groups}
+        if config.get("attention_bias") and not settings.get("add_bias_linear", True):
+            settings["add_qkv_bias"] = True
+        if not config.get("tie_word_embeddings", False):
+            settings["untie_embeddings_and_output_weights"] = True
+
+    def check(self, document: Mapping[str, Any], settings: Settings, where: str) -> None:
+        """Checks that the trainer's layers have all features of a model.
+
+        Args:
+            document: Content of ``config.json``.
+            settings: Settings that were read from it.
+            where: Path of the file; error messages name it.
+
+        Raises:
+            ConfigError: A feature is missing; the message names the key, its value and the nearest
+                value that is supported.
+        """
+        config = self.complete(document)
+        accepted = self.known_keys.union(self.refuse)
+        for key, value in document.items():
+            verdict = self.refuse[key](value, config, settings) if key in self.refuse else None
+            if key not in accepted:
+                verdict = Verdict(not value, "something unknown", "null, if it changes nothing")
+            if verdict is not None and not verdict.is_supported:
+                raise ConfigError(
+                    f"{where}: {key} {value!r} asks for {verdict.feature}, which this trainer's"
+                    f" layers lack; the nearest is {verdict.nearest}"
+                )
+
+
+def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
+    inverted: dict[str, list[str]] = {}
+    for name_in_folder, name in names.items():
+        inverted.setdefault(name, []).append(name_in_folder)
+    return inverted
+
+
+def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
+    """Removes settings whose values mean that the model lacks what they describe."""
+    is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
+    for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
+        is_about_groups = setting != "mtp_num_layers"
+        if not settings.get(setting) or (is_about_groups and not is_in_groups):
+            settings.pop(setting, None)
+    if settings.get("moe_router_topk_scaling_factor") == 1:
+        del settings["moe_router_topk_scaling_factor"]

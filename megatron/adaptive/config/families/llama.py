@@ -1,0 +1,23 @@
+"""Llama 2 and 3, and the base of families whose layers are built alike."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from megatron.adaptive.config.families.base_family import Family
+from megatron.adaptive.config.families.weight_names import ATTENTION, GATED, NORMS, OUTER
+
+
+class Llama(Family):
+    """Llama 2 and 3."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    settings = {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+    }
+    defaults = {"rms_norm_eps": 1e-6}
+    layer_weights = {**ATTENTION, **GATED, **NORMS}
+    outer_weights = OUTER

@@ -1,0 +1,30 @@
+"""Phi 1 and 2, which only the planner accepts, and Phi 3 and 4."""
+
+from __future__ import annotations
+
+from megatron.adaptive.config.families.base_family import Family
+from megatron.adaptive.config.families.llama import Llama
+from megatron.adaptive.config.families.weight_names import NORMS
+
+
+class Phi(Family):
+    """Phi 1 and 2."""
+
+    model_types = ("phi",)
+    settings = {"position_embedding_type": "rope"}
+    missing_feature = "one norm for both blocks of a layer"
+    nearest = "phi3"
+
+
+class Phi3(Llama):
+    """Phi 3 and 4: queries, keys and values are one matrix, and so are gate and up."""
+
+    model_types = ("phi3",)
+    defaults = {}
+    layer_weights = {
+        "self_attn.o_proj": "self_attention.linear_proj",
+        "self_attn.qkv_proj": "self_attention.linear_qkv",
+        "mlp.gate_up_proj": "mlp.linear_fc1",
+        "mlp.down_proj": "mlp.linear_fc2",
+        **NORMS,
+    }

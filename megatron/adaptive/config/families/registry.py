@@ -1,0 +1,200 @@
+"""Finds the family of a model: those of this folder, and users' own.
+
+Also holds how models of other types differ, for the error message about them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.adaptive.config.families.base_family import Family
+from megatron.adaptive.config.families.config_keys import SETTINGS
+from megatron.adaptive.config.families.weight_names import OUTER
+from megatron.adaptive.config.own_code import find_object, modules_in, source_of
+from megatron.adaptive.config.trainer import flag_specs
+from megatron.adaptive.errors import ConfigError
+
+_STATES = "layers that keep a state instead of attention"
+_FUSED = "another order of queries, keys and values in one matrix"
+_UNROTATED = "layers without rotation"
+_MULTIPLIED = "scale factors of embeddings, residuals and logits"
+# Features by which unsupported models differ from supported families, if no key shows them.
+_DIFFERENCES: Mapping[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
+    **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
+    **dict.fromkeys(("granite", "granitemoe", "minicpm", "minicpm3"), _MULTIPLIED),
+    **dict.fromkeys(("gptj", "codegen", "falcon"), "one norm for both blocks of a layer"),
+    **dict.fromkeys(("bloom", "mpt"), "positions encoded as a bias of the scores"),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "norms over all heads of queries and keys"),
+    **dict.fromkeys(("cohere", "cohere2"), "parallel blocks, and scaled logits"),
+    **dict.fromkeys(("glm", "glm4", "ernie4_5"), "rotation of neighbouring channels"),
+    **dict.fromkeys(("nemotron", "arcee"), "squared ReLU"),
+    **dict.fromkeys(("stablelm", "starcoder2"), "LayerNorm with a bias"),
+    "deepseek_v32": "attention to tokens that an indexer chooses",
+    "glm4_moe": "rotation of half of each head, and experts with a bias",
+    "gpt_bigcode": "one head of keys and values with learned positions",
+    "gpt_oss": "sinks of attention, and experts with biases",
+    "llama4_text": f"{_UNROTATED}, and attention in chunks",
+    "olmo": "a norm without weights",
+    "opt": "learned positions that begin at 2, and ReLU",
+    "qwen3_next": f"{_STATES}, and gates of attention",
+    "smollm3": _UNROTATED,
+}
+# Keys that are checked by their value, and so count as a difference of an unknown model.
+_CHECKED = ("quantization_config", "sliding_window_size")
+
+ENTRY_POINTS = "megatron_adaptive.families"
+"""Name of the group of entry points by which installed packages provide families."""
+
+
+@functools.cache
+def built_in_families() -> Mapping[str, Family]:
+    """Returns the families of this package, by ``model_type``."""
+    families: dict[str, Family] = {}
+    package = importlib.import_module(__package__ or "")
+    for module in modules_in(package):
+        for kind in vars(module).values():
+            if not inspect.isclass(kind) or kind.__module__ != module.__name__:
+                continue
+            if issubclass(kind, Family):
+                # A base class of other families has no model types, and they are not inherited.
+                types = vars(kind).get("model_types", ())
+                families |= dict.fromkeys(types, kind())
+    return families
+
+
+def model_settings(hf_family: str | None = None) -> frozenset[str]:
+    """Returns the names of all settings that describe a model, and that a folder determines.
+
+    Args:
+        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+    """
+    families = [*built_in_families().values()]
+    if hf_family is not None:
+        families.append(own_family(hf_family))
+    tables = (table for family in families for table in (family.settings, family.keys))
+    return SETTINGS.union(name for table in tables for name in table)
+
+
+def supported_types() -> list[str]:
+    """Returns the model types that the trainer can build."""
+    families = built_in_families()
+    return [name for name, family in families.items() if not family.missing_feature]
+
+
+def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
+    """Returns the family of a ``model_type``, or ``None`` if there is none.
+
+    Args:
+        model_type: Value of ``model_type`` in ``config.json``.
+        hf_family: Value of ``--hf-family``, a family that comes before those of this package.
+
+    Raises:
+        ConfigError: A user's family cannot be imported, or is not a family.
+    """
+    if hf_family is not None and model_type in (family := own_family(hf_family)).model_types:
+        return family
+    if model_type in built_in_families() or not isinstance(model_type, str):
+        return built_in_families().get(model_type)
+    return _published_family(model_type)
+
+
+def own_family(name: str) -> Family:
+    """Imports a user's own family.
+
+    Args:
+        name: Class as ``package.module:Class``, or the name of an entry point.
+
+    Raises:
+        ConfigError: There is no such class, or it is not a family with model types.
+    """
+    kind = find_object(name, group=ENTRY_POINTS, subject="family")
+    if kind is None:
+        raise ConfigError(
+            f"family {name!r} is not package.module:Class, and no installed package has an entry"
+            f" point of this name in the group {ENTRY_POINTS}"
+        )
+    return _instance(kind, name)
+
+
+def _published_family(model_type: str) -> Family | None:
+    """Returns the family that an installed package provides for a ``model_type``."""
+    if ":" in model_type:  # it would be the path of a class
+        return None
+    kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
+    return None if kind is None else _instance(kind, model_type)
+
+
+def _instance(kind: Any, name: str) -> Family:
+    """Returns a user's family, after checking its tables.
+
+    Raises:
+        ConfigError: It is not a family, or a table has an unknown name; the message says which.
+    """
+    if not inspect.isclass(kind) or not issubclass(kind, Family):
+        raise ConfigError(
+            f"family {name} is {kind!r:.60}: name a subclass of megatron.adaptive.config.families"
+            ".Family"
+        )
+    where = f"family {name} ({source_of(kind)})"
+    types = vars(kind).get("model_types")
+    if not isinstance(types, tuple) or not types:
+        raise ConfigError(f'{where}: model_types is {types!r}: give a tuple such as ("name",)')
+    specs = flag_specs()
+    for setting in (*kind.settings, *kind.needed, *kind.keys, *kind.attention_keys):
+        if setting not in specs:
+            (nearest,) = difflib.get_close_matches(setting, specs, n=1, cutoff=0.0)
+            raise ConfigError(f"{where}: {setting!r} is not a setting: the nearest is {nearest}")
+    for module in OUTER.values():
+        if module not in kind.outer_weights.values():
+            raise ConfigError(f"{where}: outer_weights lacks {module}: add its name in your files")
+    family: Family = kind()
+    return family
+
+
+def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = None) -> Family:
+    """Returns the family of a model.
+
+    Args:
+        config: Content of ``config.json``.
+        where: Path of the file; error messages name it.
+        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+
+    Raises:
+        ConfigError: No family has this ``model_type``, and the message names the most similar one;
+            or the user's family is of other model types.
+    """
+    name = config["model_type"]
+    if hf_family is not None and name not in (types := own_family(hf_family).model_types):
+        raise ConfigError(
+            f"{where}: model_type {name!r} is not of family {hf_family}, whose model_types are"
+            f" {', '.join(types)}: leave --hf-family out, or add the type to the class"
+        )
+    family = find_family(name, hf_family)
+    if family is not None:
+        return family
+    nearest = (difflib.get_close_matches(str(name), built_in_families(), n=1) or ["llama"])[0]
+    raise ConfigError(
+        f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
+        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are read; to plan"
+        " another one give its sizes as `layers` of a model file, see plan --schema model"
+    )
+
+
+def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
+    """Returns a text on how an unsupported model differs from the nearest supported family."""
+    family = built_in_families()[nearest]
+    expected = family.known_keys.union(family.refuse).difference(_CHECKED)
+    strange = {key for key, value in config.items() if value and key not in expected}
+    parts = [_DIFFERENCES[name]] if name in _DIFFERENCES else []
+    parts += [", ".join(sorted(strange))] if strange else []
+    if parts:
+        return f"lacks {'; '.join(parts)}"
+    return (
+        f"has all its keys: write {nearest} if its layers and the names of its weights are the same"
+    )

@@ -1,0 +1,50 @@
+"""Names of modules that several families share: those in a folder's files, and megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ATTENTION: Mapping[str, str] = {
+    "self_attn.q_proj": "self_attention.linear_qkv",
+    "self_attn.k_proj": "self_attention.linear_qkv",
+    "self_attn.v_proj": "self_attention.linear_qkv",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+}
+"""Attention with separate matrices of queries, keys and values."""
+GATED: Mapping[str, str] = {
+    "mlp.gate_proj": "mlp.linear_fc1",
+    "mlp.up_proj": "mlp.linear_fc1",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
+"""Feed-forward block with a gate."""
+EXPERTS: Mapping[str, str] = {
+    "mlp.gate": "mlp.router",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.experts.{}.gate_proj": "mlp.experts.experts.linear_fc1",
+    "mlp.experts.{}.up_proj": "mlp.experts.experts.linear_fc1",
+    "mlp.experts.{}.down_proj": "mlp.experts.experts.linear_fc2",
+    "mlp.shared_experts.gate_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+}
+"""Router, experts with a gate, and shared experts."""
+NORMS: Mapping[str, str] = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+}
+"""A norm before attention, and one before the feed-forward block."""
+OUTER: Mapping[str, str] = {
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+}
+"""Modules outside of layers."""
+PREDICTION: Mapping[str, str] = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "shared_head.norm": "final_layernorm",
+}
+"""Modules that a layer for multi-token prediction has beside those of other layers."""

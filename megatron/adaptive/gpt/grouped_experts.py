@@ -1,0 +1,86 @@
+"""Grouped matrices of experts without Transformer Engine, which megatron-core has until 0.16.
+
+Later releases compute experts in grouped matrices with Transformer Engine only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.adaptive.errors import ConfigError
+
+_GroupedMLP: Any = getattr(experts, "GroupedMLP", None)
+
+
+def check() -> None:
+    """Raises an error if grouped experts cannot be computed without Transformer Engine.
+
+    Raises:
+        ConfigError: The release of megatron-core does not have them, or the package grouped_gemm
+            is not installed.
+    """
+    if _GroupedMLP is None:
+        raise ConfigError(
+            "--moe-grouped-gemm with --transformer-impl local: megatron-core"
+            f" {megatron.core.__version__} does not have it, 0.16 has; drop the flag, or use"
+            " --transformer-impl transformer_engine"
+        )
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    if not grouped_gemm_util.grouped_gemm_is_available():
+        raise ConfigError(
+            "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm,"
+            " which is not installed: install it, or drop the flag"
+        )
+
+
+# mypy does not know a base class that is chosen at run time.
+class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
+    """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
+
+    megatron-core initializes the weights of all local experts as one matrix. They then depend on
+    the expert- and tensor-parallel sizes, so this class replaces them.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        init = config.keyed_init
+        before = init.count
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        init.count = before
+        stride = 2 if config.gated_linear_unit else 1
+        hidden = config.hidden_size
+        width = config.moe_ffn_hidden_size
+        first = self.weight1.data.view(num_local_experts, hidden, -1)
+        second = self.weight2.data.view(num_local_experts, -1, hidden)
+        with init.experts(config, kwargs["pg_collection"]):
+            for matrices in zip(first, second, strict=True):
+                for matrix, shape, dim, step, draw in (
+                    (matrices[0], (stride * width, hidden), 0, stride, config.init_method),
+                    (matrices[1], (hidden, width), 1, 1, config.output_layer_init_method),
+                ):
+                    part = torch.empty_like(matrix.t())
+                    _initialize_affine_weight_cpu(
+                        part,
+                        *shape,
+                        part.shape[dim],
+                        dim,
+                        draw,
+                        step,
+                        params_dtype=config.params_dtype,
+                        rank=self.tp_group.rank(),
+                        world_size=self.tp_group.size(),
+                    )
+                    matrix.copy_(part.t())
+
+
+REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
+"""Class to build instead of megatron-core's, empty if megatron-core has none."""

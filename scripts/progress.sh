@@ -1,0 +1,90 @@
+# Shows how far a set-up is: one line per step, on a terminal with a progress bar. The output of the
+# commands themselves goes to a file. For prerequisite.sh, which sources this.
+# shellcheck shell=bash
+
+step_log=/dev/null # file for the output of the commands
+drawing=''         # process that draws the bar
+
+# Names the file for the output of the commands, and empties it.
+log_steps_to() {
+  mkdir -p -- "${1%/*}"
+  step_log=$1
+  : >"$step_log"
+}
+
+# Counts what pip has fetched of the packages that it has chosen so far. The argument is the number
+# of lines that the file had when pip began.
+count_packages() {
+  awk -v begin="$1" 'NR > begin {
+    if (/^ *Collecting /) chosen++
+    if (/^ *(Downloading|Using cached) / && !/\.metadata/) fetched++
+    if (/^Installing collected packages/) fetched = chosen
+  } END { print fetched + 0, chosen + 0 }' "$step_log"
+}
+
+# Counts the compiled files of the extension, from the lines that setup.py prints.
+count_files() {
+  awk -v begin="$1" 'NR > begin && /: compiled [0-9]+ of [0-9]+ files$/ { done = $(NF - 3); all = $(NF - 1) }
+    END { print done + 0, all + 0 }' "$step_log"
+}
+
+# Prints a step's line with its bar. Arguments: text, seconds so far, amount done, amount in all.
+draw_step() {
+  local width=24 filled
+  if (($4 == 0)); then
+    printf '\r\033[K%s (%d s)' "$1" "$2" >&2
+    return
+  fi
+  filled=$((width * $3 / $4))
+  printf '\r\033[K%s [%s%s] %d of %d (%d s)' "$1" \
+    "$(printf '%*s' "$filled" '' | tr ' ' '#')" "$(printf '%*s' $((width - filled)) '')" \
+    "$3" "$4" "$2" >&2
+}
+
+# Draws a step's line twice a second, as long as this script runs.
+draw_until_ended() {
+  local text=$1 counter=$2 begin=$3 start=$SECONDS done_now all
+  while kill -0 $$ 2>/dev/null; do
+    read -r done_now all < <("$counter" "$begin")
+    draw_step "$text" $((SECONDS - start)) "$done_now" "$all"
+    sleep 0.5
+  done
+}
+
+stop_drawing() {
+  if [[ -n $drawing ]]; then
+    kill "$drawing" 2>/dev/null || true
+    wait "$drawing" 2>/dev/null || true
+    drawing=''
+  fi
+}
+
+# Runs the command of a step and returns its status. If it fails, the end of its output is printed.
+# Arguments: text that says what is done; function that counts how far it is, with the number of
+# lines that the file has now as its argument, or "-"; the command with its arguments.
+run_step() {
+  local text=$1 counter=$2 begin start=$SECONDS status=0
+  shift 2
+  if [[ $counter == - ]]; then counter=count_nothing; fi
+  begin=$(wc -l <"$step_log")
+  printf '%s: %s\n' "$text" "$*" >>"$step_log"
+  if [[ -t 2 ]]; then
+    # The command stays in the foreground: one in the background would ignore Ctrl-C.
+    draw_until_ended "$text" "$counter" "$begin" &
+    drawing=$!
+  else
+    printf '%s\n' "$text" >&2
+  fi
+  "$@" >>"$step_log" 2>&1 || status=$?
+  stop_drawing
+  if [[ -t 2 ]]; then
+    printf '\r\033[K%s (%d s)\n' "$text" $((SECONDS - start)) >&2
+  fi
+  if ((status)); then
+    printf 'failed; the last lines of %s:\n' "$step_log" >&2
+    tail -n +$((begin + 1)) -- "$step_log" | tail -n 20 >&2
+  fi
+  return "$status"
+}
+
+count_nothing() { printf '0 0\n'; }

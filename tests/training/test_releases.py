@@ -1,0 +1,107 @@
+"""The trainer with every supported release of megatron-core: equal steps, common checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
+
+UNPACKED = ROOT / "build/megatron-core"
+INSTALLED = metadata.version("megatron-core")
+COMMON = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3
+    --lr-decay-iters 4 --mock-data --vocab-size 64 --log-interval 1 --eval-iters 0
+    --pipeline-model-parallel-size 2
+"""
+LLAMA = """
+    --normalization RMSNorm --swiglu --position-embedding-type rope --group-query-attention
+    --num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights
+"""
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01
+    --moe-router-load-balancing-type aux_loss --disable-bias-linear
+"""
+LATENT = """
+    --multi-latent-attention --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8
+    --kv-lora-rank 8 --q-lora-rank 8 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --untie-embeddings-and-output-weights
+"""
+MODELS: Mapping[str, tuple[int, str]] = {
+    # Tied embedding, dropout, a V with split backwards, parts of sequences, optimizer in parts.
+    "gpt": (
+        4,
+        "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
+        " --context-parallel-size 2 --use-distributed-optimizer",
+    ),
+    # The releases number the layers of multi-token prediction differently.
+    "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
+    "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
+    "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+"""Number of ranks and flags of each model."""
+CASES = [
+    *(("0.17.1", model) for model in ("gpt", "llama")),
+    *(("0.18.2", model) for model in ("experts", "latent")),
+    *(("0.19.2", model) for model in MODELS),
+]
+"""Releases and models that are trained; the newest release trains all."""
+STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
+
+
+def path_of(release: str) -> str:
+    """Returns the path from which ranks import a release; skips the test without it."""
+    if release == INSTALLED:
+        return str(ROOT)
+    core = UNPACKED / f"megatron-core=={release}"
+    others = [path for path in UNPACKED.glob("*==*") if not path.name.startswith("megatron-core")]
+    if not core.exists() or not others:
+        pytest.skip(f"megatron-core {release} is not there: bash prerequisite.sh --versions")
+    return ":".join(map(str, [core, ROOT, *others]))
+
+
+def train(release: str, model: str, folder: Path, flags: str) -> list[tuple[str, ...]]:
+    """Trains a model with a release; returns loss and gradient norm of each step."""
+    ranks, settings = MODELS[model]
+    log = folder / f"{release}.txt"
+    words = f"{COMMON} {settings} {flags}".split()
+    command = ["-m", "megatron.adaptive", "train", "rank", *words]
+    path = path_of(release)
+    status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
+    assert status == 0, tail(log)
+    return STEPS.findall(log.read_text())
+
+
+@pytest.fixture(scope="module")
+def release(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Gives a release of megatron-core that is unpacked beside the installed one."""
+    path = path_of(request.param)
+    yield request.param
+    forkserver(path).close()
+
+
+@pytest.mark.parametrize(("release", "model"), CASES, indirect=["release"])
+def test_steps_and_checkpoints_are_those_of_the_installed_release(
+    release: str, tmp_path: Path, model: str
+) -> None:
+    saved = {name: tmp_path / f"by-{name}" for name in (INSTALLED, release)}
+    first = {
+        name: train(name, model, tmp_path, f"--train-iters 2 --save {folder} --save-interval 2")
+        for name, folder in saved.items()
+    }
+    assert len(first[INSTALLED]) == 2
+    assert first[release] == first[INSTALLED]
+    # Each goes on from the other's checkpoint.
+    rest = {
+        name: train(name, model, tmp_path, f"--train-iters 4 --load {saved[other]}")
+        for name, other in ((INSTALLED, release), (release, INSTALLED))
+    }
+    assert len(rest[INSTALLED]) == 2
+    assert rest[release] == rest[INSTALLED]
