@@ -145,8 +145,9 @@ class TransportLink:
         from megatron.adaptive.accelerator import Accelerator
         from megatron.adaptive.config.parallel import TransportConfig
         from megatron.adaptive.schedule.action import Action, ActionKind
-        from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
+        from megatron.adaptive.transport.connect import Connector, own_endpoint
         from megatron.adaptive.transport.interface import Label
+        from megatron.adaptive.transport.kind import Payloads
         from megatron.adaptive.transport.liveness import here
 
         settings = TransportConfig(

@@ -27,8 +27,9 @@ if str(ROOT) not in sys.path:
 from megatron.adaptive.accelerator import Accelerator  # noqa: E402
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
-from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint  # noqa: E402
+from megatron.adaptive.transport.connect import Connector, own_endpoint  # noqa: E402
 from megatron.adaptive.transport.interface import Label, Transport  # noqa: E402
+from megatron.adaptive.transport.kind import Payloads  # noqa: E402
 from megatron.adaptive.transport.liveness import here  # noqa: E402
 from tests.labs.rdma_lab import perftest  # noqa: E402
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
 
 from megatron.adaptive import CutPoint, Pipeline
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile_file import load, make_profile
@@ -121,6 +122,15 @@ def clipped_steps_on_four_ranks() -> None:
     assert sum(gathered(len(buffers))) == 3
     assert "words.weight" in names[0] & names[3]
     assert not names[1] & names[2]
+
+
+def a_transport_of_the_user_trains_alike() -> None:
+    batches = [make_batch(8, seed) for seed in range(2)]
+    losses, _ = reference(knotty(), batches)
+    files = TransportConfig(transport="examples.own_transport.files:Files")
+    with make(transport=files) as pipeline:
+        pipeline.set_optimizer(sgd)
+        assert [pipeline.step(batch)[0] for batch in batches] == pytest.approx(losses, rel=1e-5)
 
 
 def replicas_train_on_their_own_samples() -> None:

@@ -37,6 +37,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "1f1b": {"schedule": "1f1b"},
             "gpipe": {"schedule": "gpipe"},
             "own": {"schedule": "examples.own_schedule.oldest_first:oldest_first"},
+            "own transport": {"transport": "examples.own_transport.files:Files"},
         },
         "refused": {
             "shapes": {"arguments": {"adjust_tensor_shapes_fn": "a function"}},

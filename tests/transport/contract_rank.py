@@ -18,10 +18,11 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
+from megatron.adaptive.transport.connect import Connector, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
+from megatron.adaptive.transport.kind import Opening, Payloads, TransportKind
 from megatron.adaptive.transport.liveness import here
-from megatron.adaptive.transport.nccl import HostStreams, Streams
+from megatron.adaptive.transport.nccl import HostStreams, NcclKind, Streams
 
 LIMIT_S = 30.0
 CPU = torch.device("cpu")
@@ -166,22 +167,36 @@ class LateConnector(Connector):
 
     rank: Rank
 
-    def over_torch(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
+    def open_part(
+        self,
+        name: str,
+        peers: Sequence[int],
+        options: TransportConfig,
+        completions: Completions | None,
     ) -> Transport | None:
         self.rank.join_group()
-        return super().over_torch(kind, peers, completions)
+        return super().open_part(name, peers, options, completions)
 
-    def streams(self) -> Streams:
+    def kind(self, name: str) -> TransportKind:
+        return HostNccl(self.rank) if name == "nccl" else super().kind(name)
+
+
+class HostNccl(NcclKind):
+    """Opens NCCL's channels on the host, over pairs of gloo."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def streams(self, opening: Opening) -> Streams:
         """NCCL's channels work on the host here, where no stream has to wait for another."""
-        return self.rank.streams
+        return self._rank.streams
 
-    def pair_group(self, store: dist.Store, index: int) -> Any:
+    def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
         """A pair of gloo's stands in for one of NCCL's."""
-        self.rank.num_pairs += 1
-        if self.rank.fails_at == self.rank.num_pairs:
+        self._rank.num_pairs += 1
+        if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")
-        limit = datetime.timedelta(seconds=self.rank.pair_limit_s)
+        limit = datetime.timedelta(seconds=self._rank.pair_limit_s)
         return dist.ProcessGroupGloo(store, index, 2, limit)
 
 

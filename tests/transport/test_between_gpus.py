@@ -8,15 +8,16 @@ for a device's; streams of torch are those of ``test_staging.py``. On a GPU the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.native_kinds import NativeChannels, ShmKind
 
 from ..cpp_tests import ROOT, CppTests, compiler_or_skip
 from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports, take
@@ -123,15 +124,14 @@ def test_a_job_is_told_which_way_its_tensors_go(
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []
-    options_of = connect._channel_options
+    options_of = ShmKind.channel_options
 
-    def with_library(*given: Any) -> dict[str, Any]:
-        *others, _ = given
-        options = options_of(*others, torch.device("cuda", 0))
+    def with_library(kind: ShmKind, channels: NativeChannels) -> dict[str, Any]:
+        options = options_of(kind, replace(channels, device=torch.device("cuda", 0)))
         offered.append(dict(options))
         return {**options, "cuda_driver": library}
 
-    monkeypatch.setattr(connect, "_channel_options", with_library)
+    monkeypatch.setattr(ShmKind, "channel_options", with_library)
     outcome = connect_all(ROW)
     shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
     assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]

@@ -17,13 +17,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError, SetupError, TransportError
 from megatron.adaptive.network import own_address
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport import connect
-from megatron.adaptive.transport.connect import (
-    CompositeTransport,
-    Connector,
-    Payloads,
-    own_endpoint,
-)
+from megatron.adaptive.transport.connect import CompositeTransport, Connector, own_endpoint
 from megatron.adaptive.transport.interface import (
     CompletionQueue,
     Completions,
@@ -31,6 +25,8 @@ from megatron.adaptive.transport.interface import (
     Label,
     Transport,
 )
+from megatron.adaptive.transport.kind import Payloads
+from megatron.adaptive.transport.native_kinds import rdma_ports
 
 from .ends import CPU, LIMIT_S, close_all, take
 
@@ -93,10 +89,14 @@ class Wired(Connector):
     rank: int
     calls: list[Any]
 
-    def over_torch(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
+    def open_part(
+        self,
+        name: str,
+        peers: Sequence[int],
+        options: TransportConfig,
+        completions: Completions | None,
     ) -> Transport | None:
-        self.calls.append((self.rank, kind, list(peers)))
+        self.calls.append((self.rank, name, list(peers)))
         return Wire(self.net, self.rank, completions) if peers else None
 
 
@@ -256,7 +256,7 @@ PORTS = fake_module(("mlx5_0", 1, "DOWN"), ("mlx5_0", 2, "ACTIVE"), ("mlx5_1", 1
     ],
 )
 def test_active_ports_are_found(wanted: str | None, found: tuple[str, ...], why: str) -> None:
-    assert connect._rdma_ports(PORTS, wanted) == (found, why)
+    assert rdma_ports(PORTS, wanted) == (found, why)
 
 
 def test_no_rdma_says_why() -> None:
@@ -264,8 +264,8 @@ def test_no_rdma_says_why() -> None:
         raise TransportError("built without RDMA")
 
     failing: Any = SimpleNamespace(rdma_devices=fail)
-    assert connect._rdma_ports(failing, None) == ((), "built without RDMA")
-    assert connect._rdma_ports(fake_module(), None) == ((), "it has no RDMA device")
+    assert rdma_ports(failing, None) == ((), "built without RDMA")
+    assert rdma_ports(fake_module(), None) == ((), "it has no RDMA device")
 
 
 def test_the_address_is_that_of_the_interface() -> None:

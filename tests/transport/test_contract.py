@@ -28,7 +28,25 @@ NATIVE: tuple[str, ...] = ("shm", "tcp")
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
 ALL = (*NATIVE, *OVER_TORCH)
+OWN = "examples.own_transport.files:Files"
 SHM = tuple(kind for kind in NATIVE if kind == "shm")
+
+OWN_PROGRAMS = (
+    "exchange",
+    "wrap_around",
+    "far_ahead",
+    "all_to_all",
+    "hold",
+    "train",
+    "deadline",
+    "reuse",
+    "reserve",
+    "drain",
+    "listen",
+    "arrivals",
+    "refused",
+)
+"""Programs that a transport of a user runs as well; the example stands for them."""
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
 natively = pytest.mark.parametrize("kind", NATIVE)
@@ -76,6 +94,13 @@ def _needs_extension(request: pytest.FixtureRequest) -> None:
 )
 def test_contract(pool: Pool, program: str, kind: str, arguments: dict[str, Any]) -> None:
     pool.run(f"contract.{program}", **{"num_ranks": 2, "kind": kind, **arguments})
+
+
+@pytest.mark.parametrize("program", OWN_PROGRAMS)
+def test_contract_of_a_transport_of_the_user(pool: Pool, program: str) -> None:
+    arguments = {"far_ahead": {"count": 400, "nbytes": 4096}, "all_to_all": {"num_ranks": 4}}
+    options = {"num_ranks": 2, **arguments.get(program, {})}
+    pool.run(f"contract.{program}", kind=OWN, **options)
 
 
 def test_one_rank_may_use_several_transports(pool: Pool) -> None:

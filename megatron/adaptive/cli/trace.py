@@ -45,6 +45,7 @@ from megatron.adaptive.trace.views.view import (
 )
 
 _TRACE = f"{PROGRAM} trace"
+_Iterations = tuple[int, ...] | None
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts: those with the most uneven load."""
 
@@ -89,10 +90,22 @@ def visualize(argv: Sequence[str]) -> int:
 
 def diagnose_run(argv: Sequence[str]) -> int:
     """Names what slows a run, and a remedy; returns the exit status."""
-    from megatron.adaptive.trace.diagnose import diagnose
+    from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
+    from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
 
-    description = "Name the rank, the link or the data that slows a run, and a remedy."
-    return _answer(_parser(f"{_TRACE} diagnose", description), argv, diagnose)
+    def find(run: RunTrace, iterations: _Iterations, arguments: argparse.Namespace) -> Diagnosis:
+        return diagnose(run, iterations, arguments.cause)
+
+    names = ", ".join(cause.name for cause in built_in_causes())
+    parser = _parser(
+        f"{_TRACE} diagnose",
+        "Name the rank, the link or the data that slows a run, and a remedy. "
+        f"Searches for: {names}.",
+    )
+    help_text = "also search for a cause of your own, package.module:Class; repeatable"
+    add = parser.add_argument
+    add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
+    return _answer(parser, argv, find)
 
 
 def what_if_run(argv: Sequence[str]) -> int:
@@ -106,7 +119,7 @@ def what_if_run(argv: Sequence[str]) -> int:
     )
     help_text = "draw where time is lost here, as PNG"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=help_text)
-    return _answer(parser, argv, what_if)
+    return _answer(parser, argv, lambda run, iterations, arguments: what_if(run, iterations))
 
 
 def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
@@ -115,14 +128,14 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        find: Function that analyzes the given iterations of a run.
+        find: Function that analyzes a run; takes the run, its iterations and the parsed flags.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
     parser.set_defaults(picture=None)
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
-    result = find(run, _chosen_iterations(run, arguments, None))
+    result = find(run, _chosen_iterations(run, arguments, None), arguments)
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from megatron.adaptive.config.flags import Count, Layers, Limits, Natural, Ranks, flag, switch
 from megatron.adaptive.config.schedule import parse_widths
+from megatron.adaptive.config.transport_specs import BUILT_IN, load_transport
+from megatron.adaptive.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +143,24 @@ class ParallelConfig:
 
 AUTO = "auto"
 PINNED = "pinned"
-NATIVE = ("shm", "rdma", "tcp")
-"""Transports that the C++ extension implements."""
-
-TRANSPORTS = (*NATIVE, "gloo", "nccl")
-"""Values of ``--transport`` that select the same transport for all pairs of ranks."""
+TRANSPORTS = tuple(BUILT_IN)
+"""Values of ``--transport`` that select the same transport of this package for all pairs."""
 
 MOST_SLOTS = 64
 _LEAST_SLOT_BYTES = 4096
+
+
+def _is_own_transport(name: str) -> bool:
+    """Returns whether a transport is a user's own, that is, not part of this package.
+
+    Raises:
+        ValueError: There is no transport of this name, or it cannot be imported.
+    """
+    try:
+        load_transport(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return name not in BUILT_IN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +169,10 @@ class TransportConfig:
 
     transport: str = flag(
         "Transport between neighbouring ranks of the pipeline: the best one for each pair (auto), "
-        "or this one for all pairs.",
+        "or this one for all pairs; or your own transport as package.module:Class.",
         AUTO,
         choices=(AUTO, *TRANSPORTS),
+        also_takes=_is_own_transport,
     )
     transport_slot_bytes: (
         Annotated[int, Limits(minimum=_LEAST_SLOT_BYTES, maximum=1 << 32)] | None

@@ -124,6 +124,11 @@ class CheckpointConfig:
         return self.async_save or self.save_local is not None
 
 
+def _read_names(text: str) -> tuple[str, ...]:
+    """Parses a list of names separated by commas."""
+    return tuple(name.strip() for name in text.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Logging."""
@@ -147,6 +152,12 @@ class LoggingConfig:
     logging_level: Natural | None = flag("Level of Python's logging; 10 (debug) logs the most.")
     progress_dir: Folder | None = flag(
         "Folder for progress.jsonl, which records the progress of the run.", derived="--trace-dir"
+    )
+    logger: tuple[str, ...] | None = flag(
+        "Further loggers that receive curves, each a name or your own logger as "
+        "package.module:Class.",
+        reader=_read_names,
+        unit="NAME,NAME",
     )
     tensorboard_dir: Folder | None = flag("Folder for TensorBoard.")
     tensorboard_log_interval: Iterations = flag(
@@ -185,8 +196,3 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = switch("Write memory use to TensorBoard.")
     log_world_size_to_tensorboard: bool = switch("Write the world size to TensorBoard.")
-
-    @property
-    def draws_curves(self) -> bool:
-        """Whether curves are written to TensorBoard, Weights & Biases or MLflow."""
-        return any((self.tensorboard_dir, self.wandb_project, self.mlflow_experiment))

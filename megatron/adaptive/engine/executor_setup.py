@@ -32,8 +32,10 @@ from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import TraceHeader
-from megatron.adaptive.transport.connect import Connector, Payloads, gloo_group
+from megatron.adaptive.transport.connect import Connector
+from megatron.adaptive.transport.gloo import gloo_group
 from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import describe, here
 
 

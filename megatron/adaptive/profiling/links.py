@@ -30,8 +30,9 @@ from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.action_timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.workload import Link
-from megatron.adaptive.transport.connect import Connector, Payloads
+from megatron.adaptive.transport.connect import Connector
 from megatron.adaptive.transport.interface import Arrival, Label, Transport
+from megatron.adaptive.transport.kind import Payloads
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Sizes of messages to measure, in bytes; the time of the smallest is taken as the latency."""

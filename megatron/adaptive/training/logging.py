@@ -3,9 +3,8 @@
 The training loop measures each iteration and passes an :class:`IterationReport`. This module
 decides how often and in which words to report it, and computes averages. It converts the report to
 a list of values (figures), which it writes as a line, as curves and as an entry of
-``progress.jsonl``.
-TensorBoard, Weights & Biases and MLflow receive curves, the picture of a step and the diagnosis's
-findings through one interface, :class:`_Logger`.
+``progress.jsonl``. Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``,
+``loggers``) receive curves, the picture of a step and the diagnosis's findings.
 
 A single rank writes everything: the last of the ranks that have the loss. If stages are placed
 round-robin, this is the last rank of all, as in Megatron-LM.
@@ -14,18 +13,13 @@ round-robin, this is the last rank of all, as in Megatron-LM.
 from __future__ import annotations
 
 import math
-import os
-import re
-import socket
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
@@ -35,14 +29,13 @@ from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import Load
-from megatron.adaptive.data.tokenizer import need_package
 from megatron.adaptive.engine.progress import ProgressFile, Value
-from megatron.adaptive.errors import AdaptiveError, ConfigError
+from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.gpt.build_model import flops_per_token
 from megatron.adaptive.gpt.train_step import StepResult
 from megatron.adaptive.planner.cluster import known_gpu
-from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.trace.trace_format import SLICES
+from megatron.adaptive.training.logger import Logger, find_loggers, make_logger
 
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # names of the parallel sizes that progress.jsonl contains
@@ -52,7 +45,6 @@ _SIZES = (  # names of the parallel sizes that progress.jsonl contains
     "pipeline_model_parallel_size",
 )
 _MAX_EXPONENT = 20.0  # limit of Megatron-LM: a perplexity above exp(20) is shown as exp(20)
-_CURVES_S = 5.0  # maximum time between writes in seconds; a full queue is written earlier
 
 
 def startup_line(cfg: TrainerConfig) -> str:
@@ -171,6 +163,8 @@ class TrainingLog:
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
+        # Every rank looks the loggers up, so that a wrong name is an error on all ranks.
+        self._loggers = find_loggers(cfg)
         self._progress = ProgressFile(None)
         if is_writer:
             self._open(start_iteration)
@@ -180,8 +174,8 @@ class TrainingLog:
             self._flops_per_token = flops_per_token(
                 self._cfg, padded_vocab_size=self._padded_vocab_size
             )
-        if self._settings.draws_curves:
-            self._curves = _Curves(self._cfg)
+        if self._loggers:
+            self._curves = _Curves(self._cfg, self._loggers)
         self._open_progress(start_iteration)
         if sys.stderr.isatty():
             self._bar = _make_bar(self._total_iterations, start_iteration)
@@ -452,22 +446,6 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
-class _Logger:
-    """Interface to an experiment tracker: TensorBoard, Weights & Biases or MLflow."""
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point to a curve."""
-
-    def picture(self, path: Path, step: int) -> None:
-        """Adds an image file that shows a step of the pipeline."""
-
-    def note(self, name: str, content: Any) -> None:
-        """Stores a named document of JSON values; replaces an earlier one."""
-
-    def close(self) -> None:
-        """Writes all pending points and disconnects."""
-
-
 class _Curves:
     """Passes values to all loggers, except those that flags turn off.
 
@@ -477,7 +455,7 @@ class _Curves:
     continues.
     """
 
-    def __init__(self, cfg: TrainerConfig) -> None:
+    def __init__(self, cfg: TrainerConfig, loggers: Sequence[type[Logger]]) -> None:
         settings = cfg.logging
         shown = {
             "learning-rate": settings.log_learning_rate_to_tensorboard,
@@ -489,12 +467,7 @@ class _Curves:
             "mem-max-allocated-bytes": settings.log_memory_to_tensorboard,
         }
         self._left_out = {tag for tag, is_shown in shown.items() if not is_shown}
-        kinds: dict[Callable[[TrainerConfig], _Logger], str | None] = {
-            _TensorBoard: settings.tensorboard_dir,
-            _WeightsAndBiases: settings.wandb_project,
-            _MLflow: settings.mlflow_experiment,
-        }
-        self._loggers = [kind(cfg) for kind, name in kinds.items() if name]
+        self._loggers = [make_logger(logger, cfg) for logger in loggers]
 
     def add(self, figure: _Figure, iteration: int) -> None:
         """Adds a value to its curve, if flags do not turn the curve off."""
@@ -520,8 +493,8 @@ class _Curves:
             traces: Folder of the traces.
             iteration: Iteration under which the loggers store the image.
         """
-        if all(isinstance(logger, _TensorBoard) for logger in self._loggers):
-            return
+        if all(type(logger).picture is Logger.picture for logger in self._loggers):
+            return  # no logger takes pictures
         from megatron.adaptive.trace.read import read_run
         from megatron.adaptive.trace.step_view import pipeline_step
         from megatron.adaptive.trace.views.picture import write_picture
@@ -539,151 +512,15 @@ class _Curves:
         """Closes all loggers."""
         self._each(lambda logger: logger.close())
 
-    def _each(self, act: Callable[[_Logger], object]) -> None:
+    def _each(self, act: Callable[[Logger], object]) -> None:
         for logger in list(self._loggers):
             try:
                 act(logger)
             except Exception as error:  # the packages may raise errors of any type
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                name = type(logger).__name__.strip("_")
+                name = type(logger).__name__
                 say(f"warning: {name} gets no more values: {reason}")
-
-
-class _WeightsAndBiases(_Logger):
-    """Logs to Weights & Biases, online or, with ``WANDB_MODE=offline``, to files."""
-
-    def __init__(self, cfg: TrainerConfig) -> None:
-        self._package = need_package("wandb", "--wandb-project", "trace")
-        settings = cfg.logging
-        save = cfg.checkpoint.save
-        folder = settings.wandb_save_dir or (None if save is None else str(Path(save, "wandb")))
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run = self._package.init(
-                project=settings.wandb_project,
-                entity=settings.wandb_entity,
-                name=settings.wandb_exp_name,
-                dir=folder,
-                config=cfg.to_dict(),
-            )
-        except Exception as error:  # no account, no server
-            raise ConfigError(
-                f"--wandb-project {settings.wandb_project}: Weights & Biases refuses "
-                f"({' '.join(str(error).split())}); log in there, or set WANDB_MODE=offline"
-            ) from None
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self._run.log({tag: value}, step=step)
-
-    def picture(self, path: Path, step: int) -> None:
-        self._run.log({"pipeline": self._package.Image(str(path))}, step=step)
-
-    def note(self, name: str, content: Any) -> None:
-        columns = list(dict.fromkeys(key for entry in content for key in entry))
-        rows = [[entry.get(key) for key in columns] for entry in content]
-        self._run.log({name: self._package.Table(columns, rows)}, commit=False)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MLflow(_Logger):
-    """Logs to an MLflow tracking server or folder."""
-
-    def __init__(self, cfg: TrainerConfig) -> None:
-        self._package = need_package("mlflow", "--mlflow-experiment", "trace")
-        settings = cfg.logging
-        try:
-            if settings.mlflow_tracking_uri is not None:
-                self._package.set_tracking_uri(settings.mlflow_tracking_uri)
-            self._package.set_experiment(settings.mlflow_experiment)
-            self._package.start_run(run_name=settings.mlflow_run_name)
-            self._package.log_dict(cfg.to_dict(), "settings.json")
-        except Exception as error:  # no server
-            raise ConfigError(
-                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refuses "
-                f"({' '.join(str(error).split())}); check --mlflow-tracking-uri"
-            ) from None
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        name = re.sub(r"[^\w\-./ ]", "-", tag)
-        self._package.log_metric(name, value, step=step, synchronous=False)
-
-    def picture(self, path: Path, step: int) -> None:
-        self._package.log_artifact(str(path))
-
-    def note(self, name: str, content: Any) -> None:
-        self._package.log_dict(content, f"{name}.json")
-
-    def close(self) -> None:
-        self._package.flush_async_logging()
-        self._package.end_run()
-
-
-class _TensorBoard(_Logger):
-    """Writes scalars to an event file for TensorBoard.
-
-    Uses a file that tolerates write errors, because TensorBoard's own writer never writes again
-    after a full disk.
-    """
-
-    def __init__(self, cfg: TrainerConfig) -> None:
-        # Import here, because these imports are slow and only one rank needs them.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._make_event = Event
-        self._make_summary = Summary
-        self._events: list[bytes] = []
-        self._records = RecordWriter(SimpleNamespace(write=self._events.append))
-        settings = cfg.logging
-        self._most_waiting = settings.tensorboard_queue_size
-        self._due_s = 0.0
-        folder = settings.tensorboard_dir
-        assert folder is not None
-        begin_s = time.time()
-        # Begin the name with the time, because TensorBoard reads a folder's files by name.
-        name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        try:
-            self._file = BestEffortFile(Path(folder, name), "points", self._head)
-        except OSError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
-                "that this user may write"
-            ) from None
-        self._file.begin()
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        summary = self._make_summary(value=[self._make_summary.Value(tag=tag, simple_value=value)])
-        self._record(step=step, summary=summary)
-        if len(self._events) >= self._most_waiting or time.monotonic() >= self._due_s:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the pending points, or drops them if they cannot be written."""
-        self._due_s = time.monotonic() + _CURVES_S
-        if self._events:
-            self._file.append(b"".join(self._events), len(self._events))
-            self._events.clear()
-
-    def close(self) -> None:
-        """Writes the pending points and closes the file."""
-        self.flush()
-        self._file.close()
-
-    def _head(self) -> bytes:
-        waiting = self._events[:]
-        self._events[:] = []
-        self._record(file_version="brain.Event:2")
-        head = b"".join(self._events)
-        self._events[:] = waiting
-        return head
-
-    def _record(self, **content: Any) -> None:
-        self._records.write(self._make_event(wall_time=time.time(), **content).SerializeToString())
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:

@@ -7,7 +7,7 @@
     native channels: listen, send addresses     gather
                      open them, pair by pair
                      report failures            gather
-    gloo and NCCL:   groups, made by all        over_torch
+    other kinds:     each kind opens its own    kind.open
 
 Native channels are those of the C++ extension (shared memory, RDMA, TCP). If such a channel cannot
 be opened, for example because of a memory limit or a firewall, all pairs that would use one use
@@ -18,13 +18,12 @@ failure, so all make the same decision.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from types import ModuleType
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,54 +32,26 @@ import torch.distributed as dist
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.transport_specs import BUILT_IN
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
 from megatron.adaptive.network import own_address
-from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
-from megatron.adaptive.transport.native import NativeTransport
-from megatron.adaptive.transport.nccl import CudaStreams, NcclTransport, Streams, free
-from megatron.adaptive.transport.select import (
-    ChannelSize,
-    Choice,
-    choose,
-    log_lines,
-    rounds_of,
-    size_of_channel,
+from megatron.adaptive.transport.kind import (
+    Gather,
+    Opening,
+    Payloads,
+    RankFacts,
+    TransportKind,
+    open_own,
+    transport_kind,
 )
+from megatron.adaptive.transport.native import NativeTransport
+from megatron.adaptive.transport.native_kinds import NativeChannels, NativeKind, rdma_ports
+from megatron.adaptive.transport.nccl import OPEN_S
+from megatron.adaptive.transport.select import Choice, choose, log_lines, size_of_channel
 
-Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns the values of all ranks. Collective."""
-
-_OPEN_S = 300.0
-"""Maximum time in seconds to open a channel. Opening is fast, but ranks may begin minutes apart."""
 _SEED_BYTES = 40
-_ACTIVE = "ACTIVE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Payloads:
-    """Describes what is known of the messages before any is sent. It is the same on all ranks.
-
-    Attributes:
-        shape: Shape of the largest message, ``None`` if unknown.
-        dtype: Element type of the messages.
-        varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of received messages of a channel that the receiver keeps at the
-            same time.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype
-    varies: bool = False
-    in_flight: int | None = None
-
-    @property
-    def nbytes(self) -> int | None:
-        """Returns the size of the largest message in bytes, ``None`` if unknown."""
-        if self.shape is None:
-            return None
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def own_endpoint(
@@ -102,22 +73,18 @@ def own_endpoint(
         options: Transport settings, which may name the RDMA device.
         address: Network address of this rank, ``None`` if it has none.
     """
-    lacks: dict[str, str] = {}
-    ports: tuple[str, ...] = ()
     module = extension.load()
-    if module is None:
-        reason = str(extension.why_missing())
-        lacks = dict.fromkeys(NATIVE, reason)
-    else:
-        ports, reason = _rdma_ports(module, options.rdma_device)
-        if not ports:
-            lacks["rdma"] = reason
-        if address is None:
-            lacks["tcp"] = lacks["rdma"] = "it has no network address"
-    if device.type != "cuda":
-        lacks["nccl"] = "it has no GPU"
-    elif not own_gpu:
-        lacks["nccl"] = "it shares its GPU, or the job's backend is gloo"
+    ports, no_rdma = ((), "") if module is None else rdma_ports(module, options.rdma_device)
+    facts = RankFacts(
+        device=device,
+        own_gpu=own_gpu,
+        address=address,
+        module=module,
+        rdma_ports=ports,
+        no_rdma=no_rdma,
+    )
+    names = dict.fromkeys([*BUILT_IN, *filter(None, [options.forced])])
+    lacks = {name: transport_kind(name).lacks(facts) for name in names}
     return Endpoint(
         rank=rank,
         host=location["host"],
@@ -127,7 +94,7 @@ def own_endpoint(
         addresses={} if address is None else {"tcp": address},
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         ports=ports,
-        lacks=lacks,
+        lacks={name: lack for name, lack in lacks.items() if lack is not None},
     )
 
 
@@ -216,7 +183,7 @@ class Connector:
             (low, high): choose(ends[low], ends[high], forced) for low, high in sorted(pairs)
         }
         native: NativeTransport | None = None
-        if any(choice.kind in NATIVE for choice in choices.values()):
+        if any(_native_kind(choice.kind) for choice in choices.values()):
             native, failure, gpu_paths = self._open(
                 endpoint, options, choices, ends, seed=gathered[0][2]
             )
@@ -224,14 +191,14 @@ class Connector:
                 if forced is not None:
                     raise TransportError(failure)
                 for pair, choice in choices.items():
-                    if choice.kind in NATIVE:
+                    if _native_kind(choice.kind):
                         choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
             for pair, path in gpu_paths.items():
                 choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {path}")
         if endpoint.rank == 0:
             for line in log_lines(choices):
                 log(line)
-        return self._assemble(endpoint.rank, choices, native)
+        return self._assemble(endpoint.rank, options, choices, native)
 
     def _open(
         self,
@@ -264,20 +231,20 @@ class Connector:
             options.transport_slots,
         )
         kinds = {
-            sum(pair) - endpoint.rank: choice.kind
+            sum(pair) - endpoint.rank: kind
             for pair, choice in choices.items()
-            if endpoint.rank in pair and choice.kind in NATIVE
+            if endpoint.rank in pair and (kind := _native_kind(choice.kind)) is not None
         }
-        node, addresses, failure = self._make_node(set(kinds.values()), endpoint, ends, seed)
+        links = {kind.link for kind in kinds.values()}
+        node, addresses, failure = self._make_node(links, endpoint, ends, seed)
         listening = self.gather(addresses)
         failures = self.gather(failure)
         gpu_paths: dict[tuple[int, int], str] = {}
         if not any(failures):
-
-            def options_of(kind: str) -> dict[str, Any]:
-                return _channel_options(kind, size, seed, endpoint, options, device)
-
-            failure = self._open_channels(node, endpoint, kinds, listening, options_of)
+            channels = NativeChannels(
+                size=size, seed=seed, endpoint=endpoint, settings=options, device=device
+            )
+            failure = self._open_channels(node, channels, kinds, listening)
             gathered = self.gather([failure, [] if failure else _gpu_paths(node, kinds)])
             failures = [text for text, _ in gathered]
             for low, (_, paths) in enumerate(gathered):
@@ -290,22 +257,26 @@ class Connector:
         if node is None:
             return None, None, gpu_paths
         transport = NativeTransport(
-            node, kinds, device=device, describe=self.describe, least_free=size.least_free
+            node,
+            {peer: kind.name for peer, kind in kinds.items()},
+            device=device,
+            describe=self.describe,
+            least_free=size.least_free,
         )
         return transport, None, gpu_paths
 
     def _make_node(
-        self, kinds: set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
+        self, links: Set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
     ) -> tuple[Any, dict[str, str], str | None]:
         """Makes the extension's node, the object that listens for peers and owns the channels.
 
         Returns:
-            The node, ``None`` if ``kinds`` contains no native transport; the node's addresses by
+            The node, ``None`` if there are no ``links``; the node's addresses by
             kind of link; and the error, ``None`` if there was none.
         """
         node: Any = None
         try:
-            if not kinds:
+            if not links:
                 return None, {}, None
             module = extension.require("this transport")
             # Count the ranks that may run on the same processors, because these slow each other
@@ -313,17 +284,16 @@ class Connector:
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
-            return node, _listen(node, kinds, endpoint), None
+            return node, _listen(node, links, endpoint), None
         except AdaptiveError as error:
             return node, {}, f"rank {endpoint.rank} on {endpoint.host}: {error}"
 
     def _open_channels(
         self,
         node: Any,
-        endpoint: Endpoint,
-        kinds: Mapping[int, str],
+        channels: NativeChannels,
+        kinds: Mapping[int, NativeKind],
         listening: Sequence[Mapping[str, str]],
-        options_of: Callable[[str], dict[str, Any]],
     ) -> str | None:
         """Opens the channels to all peers and returns the first failure.
 
@@ -331,28 +301,35 @@ class Connector:
         rank continues after a failure, because its other peers wait for it.
         """
         failure: str | None = None
-        for peer, kind in sorted(kinds.items()):
-            address = listening[peer]["unix" if kind == "shm" else "tcp"]
+        limit_s = min(self.timeout_s, OPEN_S)
+        for peer, kind in sorted(kinds.items(), key=itemgetter(0)):
+            address = listening[peer][kind.link]
             try:
-                node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **options_of(kind))
+                node.open(kind.name, peer, address, limit_s, **kind.channel_options(channels))
             except (AdaptiveError, ValueError) as error:
+                endpoint = channels.endpoint
                 failure = failure or f"rank {endpoint.rank} on {endpoint.host}: {error}"
         return failure
 
     def _assemble(
-        self, rank: int, choices: Mapping[tuple[int, int], Choice], native: NativeTransport | None
+        self,
+        rank: int,
+        options: TransportConfig,
+        choices: Mapping[tuple[int, int], Choice],
+        native: NativeTransport | None,
     ) -> Transport | None:
-        """Makes the gloo and NCCL transports, and combines all. Collective over all ranks."""
+        """Opens the transports that are not native, and combines all. Collective over all ranks."""
         kind_of = {
             sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
         }
         completions: Completions | None = None if native is None else native.completions
         parts: dict[int, Transport] = {}
         if native is not None:
-            parts = {peer: native for peer, kind in kind_of.items() if kind in NATIVE}
-        for kind in sorted({choice.kind for choice in choices.values()} - set(NATIVE)):
-            peers = [peer for peer, peer_kind in sorted(kind_of.items()) if peer_kind == kind]
-            part = self.over_torch(kind, peers, completions)
+            parts = {peer: native for peer, kind in kind_of.items() if _native_kind(kind)}
+        names = {choice.kind for choice in choices.values()}
+        for name in sorted(name for name in names if _native_kind(name) is None):
+            peers = [peer for peer, peer_kind in sorted(kind_of.items()) if peer_kind == name]
+            part = self.open_part(name, peers, options, completions)
             if part is not None and peers:
                 completions = completions or part.completions
                 parts.update(dict.fromkeys(peers, part))
@@ -362,187 +339,65 @@ class Connector:
         assert completions is not None
         return CompositeTransport(parts, completions)
 
-    def over_torch(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
+    def open_part(
+        self,
+        name: str,
+        peers: Sequence[int],
+        options: TransportConfig,
+        completions: Completions | None,
     ) -> Transport | None:
-        """Makes this rank's transport over gloo or NCCL. Collective over all ranks of the job.
+        """Opens this rank's channels of a transport that is not native. Collective over all ranks.
 
         Args:
-            kind: Kind of transport, ``gloo`` or ``nccl``.
+            name: Name of the transport.
             peers: Global ranks of the peers. If empty, this rank only takes part in the collective
                 calls.
+            options: Transport settings of the user.
             completions: Queue for received messages; ``None`` makes a new one.
-        """
-        group = gloo_group(self.members, self.gather)
-        common: dict[str, Any] = {
-            "peers": peers,
-            "device": self.accelerator.device,
-            "describe": self.describe,
-            "timeout_s": self.timeout_s,
-            "completions": completions,
-        }
-        if kind == "nccl":
-            outgoing, incoming = self._nccl_channels(peers)
-            if not peers:
-                return None
-            common |= {"outgoing": outgoing, "incoming": incoming, "streams": self.streams()}
-            return NcclTransport(group, **common)
-        shape = None if self.payloads.varies else self.payloads.shape
-        common |= {"payload_shape": shape, "dtype": self.payloads.dtype}
-        return GlooTransport(group, **common) if peers else None
-
-    def streams(self) -> Streams:
-        """Returns the CUDA streams that the NCCL channels use."""
-        return CudaStreams(self.accelerator.device)
-
-    def pair_group(self, store: dist.Store, index: int) -> Any:
-        """Makes a communicator of two ranks, which find each other through a store.
-
-        No other rank takes part. The two ranks connect when the first message is sent, and then
-        hold one NCCL communicator.
-
-        Args:
-            store: Store that only the two ranks use.
-            index: Index of this rank in the communicator, 0 for the lower of the two ranks.
-        """
-        # A high-priority stream has its own hardware queue, so messages do not wait behind kernels.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = datetime.timedelta(seconds=max(self.timeout_s, _OPEN_S))
-        return dist.ProcessGroupNCCL(store, index, 2, options)
-
-    def _nccl_channels(self, peers: Sequence[int]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Makes a communicator for each channel to or from this rank. Collective over all ranks.
-
-        All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        ranks cannot wait in a circle, and the pairs of a round connect at the same time.
-
-        Returns:
-            Communicators for messages to each peer, and for messages from each peer, by peer.
 
         Raises:
-            TransportError: If a channel could not be opened. Raised on all ranks.
+            TransportError: A channel could not be opened. Raised on all ranks.
         """
-        me = dist.get_rank()
-        gathered = self.gather((list(peers), secrets.token_hex(_SEED_BYTES)))
-        pairs = {
-            (min(rank, peer), max(rank, peer))
-            for rank, (rank_peers, _) in enumerate(gathered)
-            for peer in rank_peers
-        }
-        default: Any = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"channels/{gathered[0][1]}", default)
-        groups: dict[tuple[int, int], Any] = {}
-        failure: str | None = None
-        try:
-            for low, high in rounds_of(pairs):
-                if me in (low, high):
-                    for sender, receiver in ((low, high), (high, low)):
-                        groups[sender, receiver] = self._open_channel(store, sender, receiver)
-            self.accelerator.synchronize()
-        except RuntimeError as error:
-            failure = f"rank {me}: a channel over NCCL cannot be opened: {_first_line(error)}"
-        failures = [text for text in self.gather(failure) if text]
-        if failures:
-            for group in groups.values():
-                free(group, is_idle=False)
-            raise TransportError(f"{failures[0]}; --transport names another")
-        return (
-            {receiver: group for (sender, receiver), group in groups.items() if sender == me},
-            {sender: group for (sender, receiver), group in groups.items() if receiver == me},
+        kind = self.kind(name)
+        opening = Opening(
+            rank=dist.get_rank(),
+            peers=peers,
+            members=self.members,
+            gather=self.gather,
+            accelerator=self.accelerator,
+            payloads=self.payloads,
+            describe=self.describe,
+            timeout_s=self.timeout_s,
+            options=options,
+            completions=completions,
         )
+        return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
-    def _open_channel(self, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Makes the communicator of a one-way channel and connects it with a first message."""
-        me = dist.get_rank()
-        index = int(me == max(sender, receiver))
-        group = self.pair_group(dist.PrefixStore(f"{sender}-{receiver}", store), index)
-        probe = torch.zeros(1, device=self.accelerator.device)
-        (group.send if me == sender else group.recv)([probe], 1 - index, 0).wait()
-        return group
+    def kind(self, name: str) -> TransportKind:
+        """Returns the declaration of a transport."""
+        return transport_kind(name)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _native_kind(name: str) -> NativeKind | None:
+    """Returns the declaration of a transport of the C++ extension, ``None`` for any other."""
+    kind = transport_kind(name)
+    return kind if isinstance(kind, NativeKind) else None
 
 
-def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Makes a gloo process group for each pipeline's ranks and returns this rank's group.
-
-    Collective over all ranks of the job.
-
-    Args:
-        members: Global ranks of this rank's group, including this rank.
-        gather: Function that exchanges values between all ranks of the job.
-    """
-    joined: dist.ProcessGroup | None = None
-    for ranks in sorted(set(map(tuple, gather(members)))):
-        group = dist.new_group(list(ranks), backend="gloo")
-        if list(ranks) == members:
-            joined = group
-    assert joined is not None
-    return joined
-
-
-def _listen(node: Any, kinds: set[str], endpoint: Endpoint) -> dict[str, str]:
+def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
     """Starts to listen for peers and returns the addresses by kind of link (``unix``, ``tcp``)."""
     addresses = {}
-    if "shm" in kinds:
+    if "unix" in links:
         addresses["unix"] = node.listen("unix")
-    if kinds - {"shm"}:
+    if "tcp" in links:
         addresses["tcp"] = node.listen("tcp", endpoint.addresses["tcp"])
     return addresses
 
 
-def _channel_options(
-    kind: str,
-    size: ChannelSize,
-    seed: bytes,
-    endpoint: Endpoint,
-    settings: TransportConfig,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Returns the options with which the extension opens a channel of this kind."""
-    options: dict[str, Any] = {
-        "slot_bytes": size.slot_bytes,
-        "slots": size.slots,
-        "crc": settings.transport_crc,
-        "reservable": size.reservable,
-        "silent_limit_s": settings.transport_silence_s,
-    }
-    if kind == "rdma":
-        options |= _rdma_options(endpoint, settings, device)
-    if kind == "shm":
-        options["turn_name"] = f"megatron-adaptive-{seed[24:].hex()}"
-    if kind == "shm" and device.type == "cuda":
-        index = device.index
-        options["cuda_device"] = torch.cuda.current_device() if index is None else index
-        if settings.transport_gpu == PINNED:
-            options["cuda_refusal"] = f"--transport-gpu {PINNED}"
-    return options
-
-
-def _rdma_options(
-    endpoint: Endpoint, settings: TransportConfig, device: torch.device
-) -> dict[str, Any]:
-    """Returns the additional options with which the extension opens an RDMA channel."""
-    options: dict[str, Any] = {"num_qps": settings.rdma_queue_pairs}
-    # If no device is set, the extension uses the device that has the link's address.
-    if settings.rdma_device is not None:
-        name, _, port = endpoint.ports[0].partition(":")
-        options |= {"device": name, "port": int(port)}
-    elif device.type == "cuda":
-        options["near_pci"] = _pci_address(device)
-    if settings.rdma_gid_index is not None:
-        options["gid_index"] = settings.rdma_gid_index
-    if settings.rdma_mtu_bytes is not None:
-        options["mtu"] = settings.rdma_mtu_bytes
-    return options
-
-
-def _gpu_paths(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
+def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
     """Returns how GPU tensors are copied to each peer, for channels that report it."""
     paths = []
-    for peer in kinds:
+    for peer in peers:
         info = node.info(peer)
         if info.get("gpu_path") == "cuda-ipc":
             paths.append((peer, "tensors stay in GPU memory by CUDA IPC"))
@@ -550,46 +405,6 @@ def _gpu_paths(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
             reason = info["gpu_reason"]
             paths.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
     return paths
-
-
-def _pci_address(device: torch.device) -> str:
-    """Returns the PCI address of a GPU as Linux writes it; empty if torch does not provide it."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):
-        return ""
-    return (
-        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
-
-
-def _rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, ...], str]:
-    """Returns the active RDMA ports of this node, and the reason if there are none.
-
-    Args:
-        module: The C++ extension, as a Python module.
-        device_name: Name of the RDMA device to use, such as ``mlx5_0``, or of a port, such as
-            ``mlx5_0:1``; ``None`` for any device.
-    """
-    try:
-        devices = module.rdma_devices()
-    except AdaptiveError as error:
-        return (), str(error)
-    states = {
-        f"{device.name}:{port.number}": port.state for device in devices for port in device.ports
-    }
-    if device_name is not None:
-        states = {
-            name: state
-            for name, state in states.items()
-            if device_name in (name, name.split(":")[0])
-        }
-    active = tuple(name for name, state in states.items() if state.upper().endswith(_ACTIVE))
-    if active:
-        return active, ""
-    if states:
-        return (), "its RDMA ports are not active: " + ", ".join(map(" is ".join, states.items()))
-    return (), "it has no RDMA device" + (f" {device_name}" if device_name is not None else "")
 
 
 class CompositeTransport:

@@ -41,8 +41,10 @@ from megatron.adaptive.transport.interface import (
     Header,
     HeldArrival,
     Label,
+    Transport,
     settled,
 )
+from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
 """Number of receives posted ahead, which is also the number of messages after which tags repeat."""
@@ -371,3 +373,41 @@ class Packet:
             TransportError: If the packet does not begin with a valid header.
         """
         return Header.decode(self._words.tolist(), peer=peer)
+
+
+class GlooKind(TransportKind):
+    """Declares gloo, which connects any two ranks."""
+
+    def open(self, opening: Opening) -> Transport | None:
+        group = gloo_group(opening.members, opening.gather)
+        if not opening.peers:
+            return None
+        payloads = opening.payloads
+        return GlooTransport(
+            group,
+            peers=opening.peers,
+            device=opening.accelerator.device,
+            describe=opening.describe,
+            timeout_s=opening.timeout_s,
+            completions=opening.completions,
+            payload_shape=None if payloads.varies else payloads.shape,
+            dtype=payloads.dtype,
+        )
+
+
+def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
+    """Makes a gloo process group for each pipeline's ranks and returns this rank's group.
+
+    Collective over all ranks of the job.
+
+    Args:
+        members: Global ranks of this rank's group, including this rank.
+        gather: Function that exchanges values between all ranks of the job.
+    """
+    joined: dist.ProcessGroup | None = None
+    for ranks in sorted(set(map(tuple, gather(members)))):
+        group = dist.new_group(list(ranks), backend="gloo")
+        if list(ranks) == members:
+            joined = group
+    assert joined is not None
+    return joined

@@ -22,7 +22,9 @@ its send is done, so a channel keeps the messages that are being sent and one mo
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -32,17 +34,33 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import make_current
 from megatron.adaptive.errors import DeadlineError, TransportError
-from megatron.adaptive.transport.gloo import CLOSE_S, DEPTH, POSTED_FOR, GlooTransport, Packet, raw
+from megatron.adaptive.transport.gloo import (
+    CLOSE_S,
+    DEPTH,
+    POSTED_FOR,
+    GlooTransport,
+    Packet,
+    gloo_group,
+    raw,
+)
 from megatron.adaptive.transport.interface import (
     Arrival,
     Completions,
+    Endpoint,
     Header,
     HeldArrival,
     Label,
+    Transport,
     settled,
 )
+from megatron.adaptive.transport.kind import Opening, RankFacts, TransportKind
+from megatron.adaptive.transport.select import rounds_of
 from megatron.adaptive.transport.worker import Worker
 
+OPEN_S = 300.0
+"""Maximum time in seconds to open a channel. Opening is fast, but ranks may begin minutes apart."""
+
+_SEED_BYTES = 40
 _FIRST = -1
 """Priority of the CUDA streams for messages, higher than that of compute streams.
 
@@ -281,3 +299,110 @@ class _Passed:
 
 
 _PASSED = _Passed()
+
+
+class NcclKind(TransportKind):
+    """Declares NCCL, between ranks that each have a GPU of their own."""
+
+    reason = "each has a GPU of its own"
+
+    def lacks(self, facts: RankFacts) -> str | None:
+        if facts.device.type != "cuda":
+            return "it has no GPU"
+        return None if facts.own_gpu else "it shares its GPU, or the job's backend is gloo"
+
+    def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
+        return "cuda" in (first.device, second.device)
+
+    def open(self, opening: Opening) -> Transport | None:
+        group = gloo_group(opening.members, opening.gather)
+        outgoing, incoming = self._channels(opening)
+        if not opening.peers:
+            return None
+        return NcclTransport(
+            group,
+            peers=opening.peers,
+            device=opening.accelerator.device,
+            describe=opening.describe,
+            timeout_s=opening.timeout_s,
+            completions=opening.completions,
+            outgoing=outgoing,
+            incoming=incoming,
+            streams=self.streams(opening),
+        )
+
+    def streams(self, opening: Opening) -> Streams:
+        """Returns the CUDA streams that the channels use."""
+        return CudaStreams(opening.accelerator.device)
+
+    def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
+        """Makes a communicator of two ranks, which find each other through a store.
+
+        No other rank takes part. The two ranks connect when the first message is sent, and then
+        hold one NCCL communicator.
+
+        Args:
+            opening: Settings with which the transport is opened.
+            store: Store that only the two ranks use.
+            index: Index of this rank in the communicator, 0 for the lower of the two ranks.
+        """
+        # A high-priority stream has its own hardware queue, so messages do not wait behind kernels.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
+        return dist.ProcessGroupNCCL(store, index, 2, options)
+
+    def _channels(self, opening: Opening) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Makes a communicator for each channel to or from this rank. Collective over all ranks.
+
+        All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
+        ranks cannot wait in a circle, and the pairs of a round connect at the same time.
+
+        Returns:
+            Communicators for messages to each peer, and for messages from each peer, by peer.
+
+        Raises:
+            TransportError: If a channel could not be opened. Raised on all ranks.
+        """
+        me = dist.get_rank()
+        gathered = opening.gather((list(opening.peers), secrets.token_hex(_SEED_BYTES)))
+        pairs = {
+            (min(rank, peer), max(rank, peer))
+            for rank, (rank_peers, _) in enumerate(gathered)
+            for peer in rank_peers
+        }
+        default: Any = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"channels/{gathered[0][1]}", default)
+        groups: dict[tuple[int, int], Any] = {}
+        failure: str | None = None
+        try:
+            for low, high in rounds_of(pairs):
+                if me in (low, high):
+                    for sender, receiver in ((low, high), (high, low)):
+                        groups[sender, receiver] = self._open_channel(
+                            opening, store, sender, receiver
+                        )
+            opening.accelerator.synchronize()
+        except RuntimeError as error:
+            failure = f"rank {me}: a channel over NCCL cannot be opened: {_first_line(error)}"
+        failures = [text for text in opening.gather(failure) if text]
+        if failures:
+            for group in groups.values():
+                free(group, is_idle=False)
+            raise TransportError(f"{failures[0]}; --transport names another")
+        return (
+            {receiver: group for (sender, receiver), group in groups.items() if sender == me},
+            {sender: group for (sender, receiver), group in groups.items() if receiver == me},
+        )
+
+    def _open_channel(self, opening: Opening, store: dist.Store, sender: int, receiver: int) -> Any:
+        """Makes the communicator of a one-way channel and connects it with a first message."""
+        me = dist.get_rank()
+        index = int(me == max(sender, receiver))
+        group = self.pair_group(opening, dist.PrefixStore(f"{sender}-{receiver}", store), index)
+        probe = torch.zeros(1, device=opening.accelerator.device)
+        (group.send if me == sender else group.recv)([probe], 1 - index, 0).wait()
+        return group
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

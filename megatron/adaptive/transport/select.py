@@ -9,9 +9,10 @@
                       else tcp
       no extension    gloo
 
-This file also words the reason of each choice for the log, and computes the memory of a channel.
-Both ranks of a pair call the same function with the same endpoints, so they choose the same
-transport without negotiation. ``connect.py`` opens the channels.
+Each transport declares which ranks it connects (``kind.py``), and this file asks them in the order
+of ``config/transport_specs.py``. It also words the reason of each choice for the log, and computes
+the memory of a channel. Both ranks of a pair call the same function with the same endpoints, so
+they choose the same transport without negotiation. ``connect.py`` opens the channels.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.adaptive.config.parallel import MOST_SLOTS
+from megatron.adaptive.config.transport_specs import by_preference
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.network import is_loopback
 from megatron.adaptive.transport.interface import Endpoint
+from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
@@ -56,33 +58,12 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
         lack = end.lacks.get(kind)
         if lack is not None:
             return f"rank {end.rank} on {end.host}: {lack}"
-    if kind == "shm":
-        if first.machine != second.machine:
-            return (
-                f"rank {first.rank} on {first.host} and rank {second.rank} on {second.host} do not "
-                "see each other's processes"
-            )
-        if first.user != second.user:
-            return (
-                f"rank {first.rank} belongs to user {first.user} and rank {second.rank} to user "
-                f"{second.user}"
-            )
-    if kind == "tcp" and first.machine != second.machine:
-        for end in (first, second):
-            if is_loopback(end.addresses.get("tcp", "")):
-                return (
-                    f"rank {end.rank} on {end.host} has only the address "
-                    f"{end.addresses['tcp']}, which others cannot reach; name its network with "
-                    "--transport-interface"
-                )
-    return None
+    return transport_kind(kind).why_not(first, second)
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
     """Returns the transports to try for a pair, the best first. The last always works."""
-    first = ("nccl",) if "cuda" in (end.device, other.device) else ()
-    near = ("shm",) if end.machine == other.machine else ("rdma",)
-    return (*first, *near, "tcp", "gloo")
+    return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
@@ -117,12 +98,8 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 def _reason(kind: str, missed: list[str]) -> str:
     """Returns the text that explains a choice, with the reasons against better transports."""
-    reasons = {
-        "shm": "same machine",
-        "rdma": "both have an active port",
-        "nccl": "each has a GPU of its own",
-    }
-    return "; ".join([reasons[kind], *missed] if kind in reasons else missed)
+    reason = transport_kind(kind).reason
+    return "; ".join([reason, *missed] if reason else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:

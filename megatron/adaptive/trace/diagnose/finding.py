@@ -8,16 +8,6 @@ from typing import Any
 
 from megatron.adaptive.trace.read import describe_numbers
 
-CAUSES_FOUND = (
-    "slow rank",
-    "slow link",
-    "slow data",
-    "spikes",
-    "uneven stages",
-    "overloaded experts",
-)
-"""Causes of slow steps that a diagnosis can find."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
@@ -48,7 +38,7 @@ class Finding:
     """Describes one cause of slow steps.
 
     Attributes:
-        cause: Name of the cause, one of :data:`CAUSES_FOUND`.
+        cause: Name of the cause, as in ``Cause.name``; the diagnosis fills it in.
         ranks: Affected global ranks; for a slow link, its sender and its receiver.
         stages: Pipeline stages on the affected ranks.
         hosts: Name of the machine of each affected rank.
@@ -64,6 +54,8 @@ class Finding:
         detail: Further numbers as a line of text.
         cost_ms: Simulated reduction of the step time in ms if the cause were absent.
         cost_fraction: The same reduction as a fraction of the step time.
+        description: Affected rank and effect as text, the middle of the headline; the diagnosis
+            fills it in.
         advice: Remedies, a sentence each, the best first.
         partition: Number of layers per stage that suits the measured speeds best. Empty if unknown
             or not better than the present partition.
@@ -82,13 +74,25 @@ class Finding:
     detail: str = ""
     cost_ms: float = 0.0
     cost_fraction: float = 0.0
+    description: str = ""
     advice: tuple[str, ...] = ()
     partition: tuple[int, ...] = ()
 
     @property
     def headline(self) -> str:
         """Line of text with cause, affected ranks, size of the effect, and iterations."""
-        return f"{self.cause}: {self._culprit()} {self._size()} {self.period}"
+        return f"{self.cause}: {self.description or self.culprit} {self.period}"
+
+    @property
+    def stages_text(self) -> str:
+        """Affected stages as text."""
+        return f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
+
+    @property
+    def culprit(self) -> str:
+        """First affected rank as text, with its stages and machines."""
+        hosts = " to ".join(dict.fromkeys(self.hosts))
+        return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 
     def format(self) -> str:
         """Formats the finding as text: headline, cost, evidence and remedies, a line each."""
@@ -101,28 +105,6 @@ class Finding:
         ]
         lines += [f"  {'do' if not n else 'or'}: {text}" for n, text in enumerate(self.advice)]
         return "\n".join(lines)
-
-    def _culprit(self) -> str:
-        stages = f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
-        if self.cause == "uneven stages":
-            return stages
-        hosts = " to ".join(dict.fromkeys(self.hosts))
-        if self.cause == "slow link":
-            return f"rank {self.ranks[0]} to rank {self.ranks[1]} ({hosts})"
-        return f"rank {self.ranks[0]} ({stages}, {hosts})"
-
-    def _size(self) -> str:
-        if self.cause == "overloaded experts":
-            return f"has {self.factor:.2f} times the mean number of tokens"
-        if self.factor is not None:
-            verb = "take" if self.cause == "uneven stages" and len(self.stages) > 1 else "takes"
-            return f"{verb} {self.factor:.2f} times as long"
-        verb, comparison = {
-            "slow link": ("messages are", "late"),
-            "slow data": ("reading takes each microbatch", "more"),
-            "spikes": ("has actions that take", "more"),
-        }[self.cause]
-        return f"{verb} {self.delay_ms:.3g} ms {comparison}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,5 +145,6 @@ class Diagnosis:
         result = asdict(self)
         for fields, finding in zip(result["findings"], self.findings, strict=True):
             fields["period"]["text"] = str(finding.period)
+            del fields["description"]  # the headline contains it
             fields |= {"headline": finding.headline, "text": finding.format()}
         return result

@@ -128,21 +128,20 @@ class Measured:
 
     def finding(
         self,
-        cause: str,
         columns: Sequence[int],
         iterations: Ints,
         *,
         against: str,
         confidence: float,
-        counts: Mapping[str, int],
+        counts: Mapping[str, int] | None = None,
         factor: float | None = None,
         delay_ms: float | None = None,
         detail: str = "",
+        kind: str | None = None,
     ) -> Finding:
         """Makes a finding about some ranks, with their stages and machines filled in.
 
         Args:
-            cause: Name of the cause, one of ``finding.CAUSES_FOUND``.
             columns: Columns of the affected ranks.
             iterations: Numbers of the affected iterations, ascending.
             against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
@@ -156,16 +155,15 @@ class Measured:
             delay_ms: Delay of each message, microbatch or action, in milliseconds; ``None`` if only
                 ``factor`` is known.
             detail: Further numbers as a line of text.
+            kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
         """
         headers = [self.headers[column] for column in columns]
         first, last = iterations[[0, -1]].tolist()
-        kind = "lasting" if first == self.iterations[0] else "begun"
-        if cause == "spikes":
-            kind = cause
-        elif last < self.iterations[-1]:
-            kind = "passed"
+        if kind is None:
+            kind = "lasting" if first == self.iterations[0] else "begun"
+            kind = "passed" if last < self.iterations[-1] else kind
         return Finding(
-            cause=cause,
+            cause="",
             ranks=tuple(header.rank for header in headers),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(header.host for header in headers),
@@ -174,7 +172,7 @@ class Measured:
             confidence=confidence,
             factor=factor,
             delay_ms=delay_ms,
-            counts={"iterations": len(iterations), **counts},
+            counts={"iterations": len(iterations), **(counts or {})},
             detail=detail,
         )
 

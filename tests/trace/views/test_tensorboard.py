@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.metrics import PARTS, run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.views.scalars import FILE_NAME, write_scalars
+from megatron.adaptive.trace.views.formats.tensorboard import FILE_NAME, write_scalars
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, float]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.adaptive.trace.diagnose.causes import _tail
+from megatron.adaptive.trace.diagnose.causes.spikes import _tail
 
 
 @pytest.mark.parametrize(("count", "seen", "part"), [(1, 1, 0.5), (6, 3, 0.7), (4, 8, 0.3)])

@@ -1,0 +1,74 @@
+"""Lists the transports between ranks, the values of ``--transport``.
+
+A transport of this package is an entry of the table below, which names its class. Your own
+transport needs no entry: derive a class from ``TransportKind`` of
+``megatron.adaptive.transport.kind``, and give ``--transport package.module:Class``. A package can
+also publish its transports as entry points of the group ``megatron_adaptive.transports``, which are
+selected by name.
+
+This module deliberately imports no transport, because transports import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive.config.own_code import find_object, import_object
+from megatron.adaptive.errors import ConfigError
+
+ENTRY_POINTS = "megatron_adaptive.transports"
+"""Name of the group of entry points by which installed packages provide transports."""
+_PACKAGE = "megatron.adaptive.transport"
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """Names a transport of this package.
+
+    Attributes:
+        name: Name of the transport on the command line.
+        path: Path of the class that declares and opens it, as ``package.module:Class``.
+        preference: Position among the transports that ``auto`` tries, ascending.
+    """
+
+    name: str
+    path: str
+    preference: int
+
+
+_TABLE = (
+    TransportSpec("shm", f"{_PACKAGE}.native_kinds:ShmKind", 2),
+    TransportSpec("rdma", f"{_PACKAGE}.native_kinds:RdmaKind", 3),
+    TransportSpec("tcp", f"{_PACKAGE}.native_kinds:TcpKind", 4),
+    TransportSpec("gloo", f"{_PACKAGE}.gloo:GlooKind", 5),
+    TransportSpec("nccl", f"{_PACKAGE}.nccl:NcclKind", 1),
+)
+BUILT_IN = {spec.name: spec for spec in _TABLE}
+"""Transports of this package, by name."""
+
+
+def by_preference() -> tuple[str, ...]:
+    """Returns the names of this package's transports, the best first."""
+    return tuple(spec.name for spec in sorted(_TABLE, key=lambda spec: spec.preference))
+
+
+def load_transport(name: str) -> Any:
+    """Imports and returns the class of a transport.
+
+    Args:
+        name: Name of a transport of this package, name of an entry point, or
+            ``package.module:Class`` of a user's own transport.
+
+    Raises:
+        ConfigError: The transport does not exist, or its module cannot be imported.
+    """
+    if name in BUILT_IN:
+        return import_object(BUILT_IN[name].path, "transport")
+    loaded = find_object(name, group=ENTRY_POINTS, subject="transport")
+    if loaded is None:
+        raise ConfigError(
+            f"{name!r} is not one of auto, {', '.join(BUILT_IN)}, and not package.module:Class of "
+            "a transport of yours"
+        )
+    return loaded

@@ -1,0 +1,227 @@
+"""Defines causes of slow steps: how each is found, described, simulated away and mended.
+
+A cause is a subclass of :class:`Cause`. A cause of this package is in a module of the folder
+``causes``, and is found there. Your own cause can be anywhere: give
+``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
+points of the group ``megatron_adaptive.causes``, which are selected by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.config.own_code import find_object, modules_in
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Measured
+from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
+from megatron.adaptive.trace.whatif.operations import WEIGHT, Operations
+
+Floats64 = npt.NDArray[np.float64]
+
+ENTRY_POINTS = "megatron_adaptive.causes"
+"""Name of the group of entry points by which installed packages provide causes."""
+
+WORTH_MOVING = 0.03
+"""Minimum reduction of the slowest rank's time, as a fraction, to suggest another partition."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Contains the advice on a finding.
+
+    Attributes:
+        advice: Remedies, a sentence each, the best first.
+        partition: Number of layers per stage that suits the measured speeds best. Empty if unknown
+            or not better than the present partition.
+    """
+
+    advice: tuple[str, ...] = ()
+    partition: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Contains the measured times in which causes are searched.
+
+    Attributes:
+        measured: Measured times of the run as arrays; ``measured.finding`` makes a finding.
+        times: Time of a layer on each stage; ``None`` if it is unknown.
+    """
+
+    measured: Measured
+    times: StageCosts | None
+
+    def move_layers(self, finding: Finding) -> Remedy:
+        """Returns the advice to move layers between stages; no advice if that gains too little."""
+        m, times = self.measured, self.times
+        if times is None:
+            advice = f"give stage {finding.stages[0]} fewer layers (--partition)"
+            return Remedy((advice,))
+        if finding.period.kind == "passed":
+            return Remedy()
+        better = best_partition(times, sum(m.layers))
+        gain = 1 - times.rank_ns(better).max() / max(1.0, times.rank_ns(m.layers).max())
+        if gain < WORTH_MOVING:
+            return Remedy()
+        advice = (
+            f"move layers, --partition {format_partition(better)} instead of "
+            f"{format_partition(m.layers)}: the slowest rank takes {gain:.0%} less time"
+        )
+        return Remedy((advice,), better)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSteps:
+    """Contains the operations of recorded steps, to simulate them without a finding's cause.
+
+    The simulation has one worker per tensor-parallel group (its first rank). A finding on another
+    rank of the group is applied to that worker.
+
+    Attributes:
+        evidence: Measured times of the run.
+        finding: Finding whose cause is removed.
+        operations: Operations of the recorded steps.
+        duration_s: Duration of each operation in seconds; a copy, which may be changed.
+    """
+
+    evidence: Evidence
+    finding: Finding
+    operations: Operations
+    duration_s: Floats64
+
+    @property
+    def delay_s(self) -> float:
+        """Delay of the finding in seconds, 0 if it has none."""
+        return (self.finding.delay_ms or 0.0) / 1e3
+
+    @cached_property
+    def workers(self) -> list[int]:
+        """Worker of each affected rank, -1 if the rank is not simulated."""
+        m = self.evidence.measured
+        simulated = self._simulated
+        worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
+        headers = [m.headers[m.column[rank]] for rank in self.finding.ranks]
+        return [worker_of.get((header.pp_rank, header.dp_rank), -1) for header in headers]
+
+    @cached_property
+    def computes(self) -> npt.NDArray[np.bool_]:
+        """Whether each operation is a computation (forward, backward or weight gradient)."""
+        return np.asarray(self.operations.kind <= WEIGHT)
+
+    @cached_property
+    def affected(self) -> npt.NDArray[np.bool_]:
+        """Whether each operation is a computation on an affected rank."""
+        return self.computes & np.isin(self.operations.worker, self.workers)
+
+    def workers_at(self, pp_rank: int) -> list[int]:
+        """Returns the workers at a position in the pipeline, over all replicas."""
+        return [n for n, header in enumerate(self._simulated) if header.pp_rank == pp_rank]
+
+    def with_partition(self, partition: tuple[int, ...]) -> Floats64:
+        """Returns the durations in seconds with another partition; unchanged if it is empty."""
+        m, times = self.evidence.measured, self.evidence.times
+        if times is not None and partition:
+            ratio = times.stage_ns(partition) / np.maximum(times.stage_ns(m.layers), 1)
+            self.duration_s[self.computes] *= ratio[self.operations.stage[self.computes]]
+        return self.duration_s
+
+    @property
+    def _simulated(self) -> list[Any]:
+        m = self.evidence.measured
+        return [m.headers[m.column[rank]] for rank in self.operations.where.ranks.tolist()]
+
+
+class Cause:
+    """Finds one cause of slow steps. Subclasses set ``name`` and define :meth:`find` at least.
+
+    Attributes:
+        name: Name of the cause, as the diagnosis prints it.
+        order: Position in the search, ascending. Findings of equal cost are listed in this order.
+        is_rare: Whether the cause shows in few steps, so that its cost is the mean over all
+            simulated steps.
+    """
+
+    name: ClassVar[str]
+    order: ClassVar[int] = 1000
+    is_rare: ClassVar[bool] = False
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> Iterable[Finding]:
+        """Returns the findings of this cause, made by ``evidence.measured.finding``.
+
+        A finding must be statistically significant and large enough to matter.
+
+        Args:
+            evidence: Measured times of the run.
+            earlier: Findings of the causes before this one, in the order of the search.
+        """
+        raise NotImplementedError
+
+    def describe(self, finding: Finding) -> str:
+        """Returns the middle of the finding's headline: the affected rank and the effect."""
+        if finding.factor is not None:
+            return f"{finding.culprit} takes {finding.factor:.2f} times as long"
+        return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        """Returns remedies for a finding."""
+        return Remedy()
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        """Returns the duration in seconds of each operation, as if the cause were absent.
+
+        The difference between the two simulations is the cost of the finding.
+        """
+        return steps.duration_s
+
+    def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
+        """Returns whether to report a finding after its cost is known.
+
+        Args:
+            finding: Finding with its cost.
+            is_simulated: Whether the cost comes from a simulation; otherwise it is 0.
+        """
+        return True
+
+
+def built_in_causes() -> tuple[Cause, ...]:
+    """Returns the causes of this package: all that the modules of ``causes`` define."""
+    from megatron.adaptive.trace.diagnose import causes
+
+    classes = {
+        value
+        for module in modules_in(causes)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Cause) and value is not Cause
+    }
+    return tuple(sorted((cls() for cls in classes), key=lambda cause: (cause.order, cause.name)))
+
+
+def find_cause(name: str) -> Cause:
+    """Returns a user's own cause.
+
+    Args:
+        name: Either ``package.module:Class``, or the name of an entry point.
+
+    Raises:
+        ConfigError: The class does not exist, cannot be imported, or is not a cause.
+    """
+    loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
+    if loaded is None:
+        raise ConfigError(
+            f"argument --cause: {name!r} is not package.module:Class of a cause of yours, and not "
+            f"an entry point of the group {ENTRY_POINTS}"
+        )
+    if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
+        raise ConfigError(
+            f"cause {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of Cause "
+            "of megatron.adaptive.trace.diagnose, with a name"
+        )
+    return loaded()

@@ -1,0 +1,118 @@
+"""Finds ranks whose experts get more tokens than those of other ranks, which wait for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Measured, chance, noise
+from megatron.adaptive.trace.trace_format import IterationStart
+
+
+class OverloadedExperts(Cause):
+    """Describes a rank whose experts get many more tokens than the mean."""
+
+    name = "overloaded experts"
+    order = 50
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_overloaded_experts(evidence.measured)
+
+    def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
+        return finding.cost_fraction >= OVERLOAD_OF_STEP
+
+    def describe(self, finding: Finding) -> str:
+        return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        # All ranks of the same pipeline position wait for the overloaded one, so all get faster.
+        m = steps.evidence.measured
+        column = m.column[finding.ranks[0]]
+        workers = steps.workers_at(m.headers[column].pp_rank)
+        faster = steps.computes & np.isin(steps.operations.worker, workers)
+        steps.duration_s[faster] *= max(
+            0.0, 1 - steps.delay_s * 1e9 / max(1.0, float(m.microbatch_ns[column]))
+        )
+        return steps.duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        return Remedy(
+            (
+                "balance the router: a larger --moe-aux-loss-coeff, or "
+                "--moe-router-enable-expert-bias with --moe-router-score-function sigmoid",
+                "limit the tokens of an expert, --moe-expert-capacity-factor 1.25; it drops the "
+                "others",
+            )
+        )
+
+
+OVERLOADED = 1.1
+"""Minimum ratio, to be reported, of the tokens a rank's experts get to the mean over ranks."""
+
+OVERLOAD_OF_STEP = 0.01
+"""Minimum fraction of a step that the overload must cost to be reported."""
+
+OVERLOAD_ERRORS = 3.0
+"""Minimum excess, in standard errors, of the other ranks' waiting time over the rank's own."""
+
+
+def find_overloaded_experts(m: Measured) -> list[Finding]:
+    """Finds ranks whose experts get so many tokens that the other ranks wait for them.
+
+    Ranks are compared if the experts of the same layers are divided among them. The rank with the
+    most tokens is the last to reach the exchange (all-to-all) after the experts, and the others
+    wait there. The cost is the others' waiting time minus the rank's own, but no more than its
+    additional tokens can explain.
+    """
+    layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
+    layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
+    findings = []
+    for shared in sorted(set(filter(None, layers))):
+        group = [column for column, of_rank in enumerate(layers) if of_rank == shared]
+        chosen = [
+            i
+            for i in m.iterations.tolist()
+            if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
+        ]
+        if not chosen or len({layouts[column] for column in group}) < 2:
+            continue  # every rank has all experts of these layers, so none waits for another
+        loads = [[m.experts[column][i] for column in group] for i in chosen]
+        tokens = np.array(
+            [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]
+        )
+        waited_ns = np.array(
+            [[load.exchange_ns for load in of_ranks] for of_ranks in loads], dtype=np.float64
+        )
+        shares = tokens.sum(axis=0) / max(1.0, float(tokens.sum(axis=0).mean()))
+        most = int(np.argmax(shares))
+        share = float(shares[most])
+        column = group[most]
+        behind = np.delete(waited_ns, most, axis=1).mean(axis=1) - waited_ns[:, most]
+        excess = float(np.median(behind))
+        error = 1.25 * noise(behind) / math.sqrt(len(behind)) + 1.0
+        # The additional tokens cannot cost more than their fraction of the rank's computing time.
+        explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
+        excess = min(excess, explained)
+        least = max(OVERLOAD_ERRORS * error, OVERLOAD_OF_STEP * m.step)
+        if share < OVERLOADED or excess < least:
+            continue
+        finding = m.finding(
+            [column],
+            np.array(chosen),
+            against="others",
+            confidence=chance(excess / error),
+            factor=share,
+            delay_ms=excess / 1e6 / max(1, m.num_microbatches),
+            counts={"tokens": int(tokens[:, most].sum())},
+        )
+        findings.append(finding)
+    return findings
+
+
+def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
+    """Returns (layer number, first expert, number of experts) for each MoE layer on a rank."""
+    return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)

@@ -1,0 +1,91 @@
+"""Finds ranks that lose time by reading training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Measured, best_interval, chance, middle, noise
+from megatron.adaptive.trace.whatif.operations import FORWARD
+
+
+class SlowData(Cause):
+    """Describes a rank on which reading the data of a microbatch takes long."""
+
+    name = "slow data"
+    order = 30
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_slow_reading(evidence.measured)
+
+    def describe(self, finding: Finding) -> str:
+        return f"{finding.culprit} reading takes each microbatch {finding.delay_ms:.3g} ms more"
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        ops, duration_s = steps.operations, steps.duration_s
+        ends = np.isin(ops.stage, (0, ops.where.num_stages - 1))
+        reads = steps.affected & (ops.kind == FORWARD) & ends
+        duration_s[reads] = np.maximum(duration_s[reads] - steps.delay_s, 0)
+        return duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        return Remedy(("read ahead with more processes (--num-workers) or from a faster disk",))
+
+
+READING_OF_STEP = 0.03
+"""Minimum fraction of a step that the reading of data must take to be reported."""
+
+READING_TIMES = 1.5
+"""Minimum ratio of a slow read's time to that of other ranks or other iterations."""
+
+READING_CHANGE_SURE = 6.0
+"""Minimum size, in standard errors, of a change of the read time during the run to report it."""
+
+
+def find_slow_reading(m: Measured) -> list[Finding]:
+    """Finds ranks that lose time by reading training data, the worst first."""
+    each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
+    shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
+    levels = middle(each, axis=0)
+    findings = []
+    for column in np.flatnonzero(np.isfinite(levels)).tolist():
+        chosen = np.flatnonzero(each[:, column] > 0)
+        if not len(chosen):
+            continue
+        others = np.delete(levels, column)
+        others = others[np.isfinite(others)]
+        # The fastest rank is the reference, because a shared disk may slow down most ranks.
+        before = float(min(others, default=0.0))
+        against = "others" if len(others) else "plan"
+        series = each[chosen, column]
+        change = best_interval(
+            np.log(series), 0.05, rise=math.log(READING_TIMES), score=READING_CHANGE_SURE
+        )
+        if change is not None:
+            before = float(np.median(np.delete(series, change.inside)))
+            against = "history"
+            chosen, series = chosen[change.inside], series[change.inside]
+        level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
+        if share < READING_OF_STEP or level < READING_TIMES * before:
+            # Twice the minimum fraction of the step is reported even if all ranks read equally
+            # slowly. Then the whole read time counts as delay.
+            if share < 2 * READING_OF_STEP:
+                continue
+            before = 0.0
+        excess = level - before
+        error = 1.25 * noise(series) / math.sqrt(len(series)) + 0.1 * level
+        finding = m.finding(
+            [column],
+            m.iterations[chosen],
+            against=against,
+            confidence=chance(excess / error),
+            delay_ms=excess / 1e6,
+            counts={"reads": int(m.reads[chosen, column].sum())},
+            detail=f"a read takes {level / 1e6:.3g} ms, all reads {share:.1%} of the step",
+        )
+        findings.append(finding)
+    return sorted(findings, key=lambda finding: -(finding.delay_ms or 0))

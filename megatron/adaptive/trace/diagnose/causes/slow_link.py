@@ -1,0 +1,204 @@
+"""Finds links whose messages take longer than those of other links of the same kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import (
+    Floats,
+    Measured,
+    best_interval,
+    chance,
+    middle,
+    noise,
+    spread,
+)
+from megatron.adaptive.trace.span_columns import Ints
+
+
+class SlowLink(Cause):
+    """Describes a link from one rank to another whose messages are late."""
+
+    name = "slow link"
+    order = 20
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_slow_links(evidence.measured)
+
+    def describe(self, finding: Finding) -> str:
+        source, target = finding.ranks
+        hosts = " to ".join(dict.fromkeys(finding.hosts))
+        return (
+            f"rank {source} to rank {target} ({hosts}) messages are {finding.delay_ms:.3g} ms late"
+        )
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        ops, duration_s = steps.operations, steps.duration_s
+        source, target = steps.workers
+        link = (ops.source == source) & (ops.worker == target)
+        duration_s[link] = np.maximum(duration_s[link] - steps.delay_s, 0)
+        return duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        source, target = finding.ranks
+        hosts = " and ".join(sorted(set(finding.hosts)))
+        return Remedy(
+            (
+                f"check the network of {hosts}, or leave one of them out",
+                "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
+                f"or hinted, a larger --activation-cap): it hides the {finding.delay_ms:.3g} ms "
+                f"from rank {source} to rank {target}",
+            )
+        )
+
+
+LINK_FEWEST = 6
+"""Minimum number of messages needed to judge a link."""
+
+LINK_TIMES = 2.0
+"""Minimum ratio of a slow link's message time to that of other links.
+
+A link is only reported if the limits below hold as well.
+"""
+
+LINK_OF_AN_ACTION = 0.05
+"""Minimum delay of a slow link's messages, as a fraction of the median duration of an action."""
+
+LINK_ERRORS = 5.0
+"""Minimum delay of a slow link's messages, in standard deviations of their usual time."""
+
+LINK_ALONE = 0.25
+"""Like ``LINK_OF_AN_ACTION``, for a link with fewer than two others to compare it with."""
+
+LINK_STEADY = 0.4
+"""Minimum fraction of a slow link's delay that even its fastest messages must show."""
+
+LINK_CHANGE_SURE = 7.0
+"""Minimum size, in standard errors, of a link's change during the run to report it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """Holds the messages from one rank to another.
+
+    Attributes:
+        ends: Columns of the sender and of the receiver in the arrays of ``Measured``.
+        crosses: Whether the two ranks are on different machines.
+        travel_ns: ``[messages]``, time from the start of the send to the arrival, in ns.
+        iteration: ``[messages]``, number of each message's iteration.
+    """
+
+    ends: tuple[int, int]
+    crosses: bool
+    travel_ns: Floats
+    iteration: Ints
+
+    def levels_ns(self, chosen: Ints | None = None) -> tuple[float, float]:
+        """Returns the median and the lower decile of the messages' travel times in ns.
+
+        Args:
+            chosen: Numbers of the iterations to use; ``None`` for all.
+        """
+        travel_ns = self.travel_ns
+        if chosen is not None:
+            travel_ns = travel_ns[np.isin(self.iteration, chosen)]
+        return float(np.median(travel_ns)), float(np.quantile(travel_ns, 0.1))
+
+
+def find_slow_links(m: Measured) -> list[Finding]:
+    """Finds slow links, the slowest first; at most one direction for each pair of ranks."""
+    links = _links(m)
+    ends = np.array([link.ends for link in links]).reshape(-1, 2)
+    crosses = np.array([link.crosses for link in links], dtype=np.bool_)
+    levels = np.array([link.levels_ns() for link in links]).reshape(-1, 2)
+    action = float(middle(m.median_ns))
+    findings: dict[frozenset[int], Finding] = {}
+    for link in links:
+        same_pair = np.isin(ends, link.ends).all(axis=1)
+        finding = _judge(m, link, levels[~same_pair & (crosses == link.crosses)], action)
+        if finding is None:
+            continue
+        best = findings.get(frozenset(link.ends))
+        if best is None or (finding.delay_ms or 0) > (best.delay_ms or 0):
+            findings[frozenset(link.ends)] = finding
+    return sorted(findings.values(), key=lambda finding: -(finding.delay_ms or 0))
+
+
+def _links(m: Measured) -> list[_Link]:
+    messages = m.messages
+    if not len(messages):
+        return []  # traces in the older text format have no messages
+    pairs, owner = np.unique(
+        np.stack([messages.source, messages.target]), axis=1, return_inverse=True
+    )
+    order = np.argsort(owner.reshape(-1), kind="stable")
+    starts = np.searchsorted(owner.reshape(-1)[order], np.arange(1, pairs.shape[1]))
+    links = []
+    for pair, rows in zip(pairs.T.tolist(), np.split(order, starts), strict=True):
+        exact = rows[messages.seen[rows]]
+        rows = exact if len(exact) >= max(LINK_FEWEST, len(rows) // 4) else rows
+        if len(rows) < LINK_FEWEST:
+            continue
+        source, target = (m.column[rank] for rank in pair)
+        travel_ns = (messages.arrived_ns[rows] - messages.sent_ns[rows]).astype(np.float64)
+        crosses = m.headers[source].host != m.headers[target].host
+        links.append(_Link((source, target), crosses, travel_ns, messages.iteration[rows]))
+    return links
+
+
+def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
+    """Returns a finding if a link is slow, all the time or in some iterations; else ``None``.
+
+    Args:
+        m: Measured times of the run.
+        link: Messages from one rank to another.
+        others: ``[links, 2]``, median and lower decile of the travel time in ns on each other link
+            of the same kind (within a machine, or between machines).
+        action: Median duration of an action in ns.
+    """
+    alone = len(others) < 2
+    usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
+    # The error is the larger of two: the spread between links, and the standard error of this
+    # link's median.
+    differ = float(spread(others[:, 0])) if len(others) else 0.0
+    error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
+    least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)
+    least = max(least, (LINK_TIMES - 1) * usual)
+    if link.crosses:
+        least = max(least, 3 * m.clock_error_ns)
+    iterations = np.unique(link.iteration)
+    series = np.array([link.levels_ns(iterations[[i]])[0] for i in range(len(iterations))])
+    floor = max(0.02 * action, noise(series))
+    change = best_interval(series, floor, rise=least, score=LINK_CHANGE_SURE)
+    if change is not None and np.median(np.delete(series, change.inside)) - usual < least:
+        chosen = iterations[change.inside]
+        return _slow_link(m, link, chosen, change.rise, change.rise / error, "history")
+    median_ns, fast_ns = link.levels_ns()
+    excess = median_ns - usual
+    if excess < least or fast_ns - usually_fast < LINK_STEADY * excess:
+        return None
+    against = "history" if alone else "others"
+    sure = excess / (error + least / 4)
+    return _slow_link(m, link, m.iterations, excess, sure, against)
+
+
+def _slow_link(
+    m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
+) -> Finding:
+    median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
+    return m.finding(
+        link.ends,
+        chosen,
+        against=against,
+        confidence=chance(sure),
+        delay_ms=excess / 1e6,
+        counts={"messages": int(np.isin(link.iteration, chosen).sum())},
+        detail=f"median {median_us:.4g} us, fastest tenth below {fast_us:.4g} us, "
+        f"other links {median_us - excess / 1e3:.4g} us",
+    )

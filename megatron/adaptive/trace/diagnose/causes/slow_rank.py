@@ -1,0 +1,144 @@
+"""Finds ranks whose actions take longer than expected.
+
+``baselines`` compares each rank with its peers, the plan and its own past. The most likely slowdown
+is reported if it is significant and large enough to matter. Then it is removed from the data, and
+the search starts again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, noise
+
+
+class SlowRankCause(Cause):
+    """Describes a rank that takes longer than expected for all its actions."""
+
+    name = "slow rank"
+    order = 10
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_slow_ranks(evidence.measured)
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        steps.duration_s[steps.affected] /= finding.factor or 1.0
+        return steps.duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        remedy = evidence.move_layers(finding)
+        advice = [*remedy.advice]
+        hosts = " and ".join(sorted(set(finding.hosts)))
+        if len({header.dp_rank for header in evidence.measured.headers}) > 1:
+            advice.append("give its replica fewer microbatches, --balance-replicas speed")
+        advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+        return Remedy(tuple(advice), remedy.partition)
+
+
+SLOW = math.log(1.05)
+"""Minimum slowdown to report, as a logarithm; smaller ones are usual between equal machines."""
+
+SURE = 3.2
+"""Minimum slowdown to report, in standard errors; random noise alone hardly reaches it."""
+
+QUICKER = 0.7
+"""Minimum ratio of the evidence for a slow rank to that for a fast rank to report the slow one.
+
+Below this ratio, the fast rank is the exception, and the others only look slow next to it.
+"""
+
+AGREE = 0.4
+"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must show by itself."""
+
+OWN_CHANGE = 0.5
+"""Minimum fraction of a temporary slowdown that must show in the rank's own times.
+
+The rest may come from the ranks it is compared with.
+"""
+
+MOST_FOUND = 20
+"""Maximum number of slow ranks to report."""
+
+
+def find_slow_ranks(m: Measured) -> list[Finding]:
+    """Finds ranks whose actions take longer than expected, the slowest first."""
+    baselines = rank_baselines(m)
+    with np.errstate(divide="ignore"):
+        # Entry [iteration, rank] is the logarithm of the rank's total computing time per
+        # microbatch.
+        log_work = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
+    judged: set[int] = set()
+    findings = []
+    for _ in range(min(MOST_FOUND, max(1, len(m.headers) // 2))):
+        shifts = [s for s in baselines.scan(SLOW, SURE) if s.column not in judged and s.excess > 0]
+        slow = max(shifts, key=lambda shift: shift.excess, default=None)
+        quick = _quickest(baselines, judged)
+        if quick is not None and (slow is None or slow.excess < QUICKER * quick.excess):
+            judged.add(quick.column)
+            baselines.distrust(quick.column)
+            continue
+        if slow is None:
+            break
+        judged.add(slow.column)
+        if _is_real(baselines, slow, log_work[:, slow.column]):
+            findings.append(_slow_rank(m, baselines, slow))
+        baselines.remove(slow)
+        if slow.end - slow.first == len(m.iterations):
+            baselines.distrust(slow.column)
+    return sorted(findings, key=lambda finding: -(finding.factor or 0))
+
+
+def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
+    """Returns the rank that is most certainly faster than expected, ``None`` if none is.
+
+    The caller stops comparing other ranks with this one, because they would all look slow.
+    """
+    sizes, errors = baselines.errors()
+    count, ranks = baselines.series.shape
+    doubt = SURE**2 + 2 * math.log(max(1.0, ranks / 4))
+    quick = [
+        Shift(column, 0, count, float(sizes[column]), float(errors[column]), doubt)
+        for column in range(ranks)
+        if column not in judged and sizes[column] <= -SLOW
+    ]
+    best = max(quick, key=lambda shift: shift.excess, default=None)
+    return best if best is not None and best.excess > 0 else None
+
+
+def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
+    """Returns whether a slowdown shows in all kinds of action and in the rank's own times.
+
+    A slowdown that does not is an effect of other ranks, or of noise.
+    """
+    if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
+        return False
+    inside = log_work[shift.first : shift.end]
+    outside = np.delete(log_work, np.s_[shift.first : shift.end])
+    if not len(outside):
+        return True
+    error = 1.25 * noise(log_work) * math.sqrt(1 / len(inside) + 1 / len(outside))
+    return float(np.median(inside) - np.median(outside)) >= OWN_CHANGE * shift.size - 2 * error
+
+
+def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
+    column = shift.column
+    chosen = slice(shift.first, shift.end)
+    kinds = baselines.kinds(shift)
+    detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
+    lasting = shift.end - shift.first == len(m.iterations)
+    peers = any(column in group and len(group) > 1 for group in m.peers.values())
+    return m.finding(
+        [column],
+        m.iterations[chosen],
+        against=("peers" if peers else "plan") if lasting else "history",
+        confidence=chance((shift.size - SLOW / 2) / shift.error),
+        factor=math.exp(shift.size),
+        counts={"actions": int(np.isfinite(m.action_ns[chosen, column]).sum())},
+        detail=f"{detail} the expected time",
+    )

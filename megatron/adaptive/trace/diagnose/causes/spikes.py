@@ -1,0 +1,163 @@
+"""Finds ranks on which single actions take far too long.
+
+An action is compared with the same action in other microbatches or iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, middle, spread
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
+
+
+class Spikes(Cause):
+    """Describes a rank on which single actions take far too long now and then."""
+
+    name = "spikes"
+    order = 40
+    is_rare = True
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_spikes(evidence.measured)
+
+    def describe(self, finding: Finding) -> str:
+        return f"{finding.culprit} has actions that take {finding.delay_ms:.3g} ms more"
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        ops, duration_s = steps.operations, steps.duration_s
+        for chunk in range(steps.evidence.measured.num_chunks):
+            for kind in range(len(DRAWN_ACTIONS)):
+                rows = np.flatnonzero(steps.affected & (ops.chunk == chunk) & (ops.kind == kind))
+                usual = float(np.median(duration_s[rows])) if len(rows) else 0.0
+                duration_s[rows[duration_s[rows] > math.exp(SPIKE_LEAST) * usual]] = usual
+        return duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        hosts = " and ".join(sorted(set(finding.hosts)))
+        return Remedy(
+            (
+                "choose the order at run time (--pipeline-schedule adaptive), which fills such "
+                "gaps",
+                f"look for other programs on {hosts}",
+            )
+        )
+
+
+SPIKE_LEAST = math.log(1.4)
+"""Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
+
+SPIKE_SPREADS = 5.0
+"""Minimum distance of a spike from the action's usual duration, in standard deviations."""
+
+SPIKE_FEWEST = 4
+"""Minimum number of spikes to report; fewer may be chance."""
+
+SPIKE_MOST = 0.25
+"""Maximum fraction of a rank's actions that may be spikes; beyond that, they are not exceptions."""
+
+SPIKE_BACKGROUND = 1e-3
+"""Assumed rate of spikes per action on any rank; a prior that weighs as much as one spike."""
+
+SPIKE_RARE = 3e-4
+"""Maximum probability that chance alone causes that many spikes, for the rank to be reported."""
+
+SPIKE_OF_STEP = 0.003
+"""Minimum fraction of a step that spikes must cost to be reported."""
+
+FEW_MICROBATCHES = 4
+"""Number of microbatches per step below which actions are compared across all iterations."""
+
+OF_PARTIAL = 3
+"""Minimum number of ranks in a pipeline to distinguish long microbatches from spikes on a rank."""
+
+
+def find_spikes(m: Measured) -> list[Finding]:
+    """Finds ranks on which single actions take far too long more often than on other ranks."""
+    odd = _oddness(m)
+    of_rank = np.moveaxis(odd, 1, 0).reshape(len(m.headers), -1)
+    widths = spread(of_rank, axis=1)
+    if not np.isfinite(widths).any():
+        return []
+    # A rank whose times vary a lot in general gets a higher limit.
+    limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
+    totals = np.isfinite(of_rank).sum(axis=1).tolist()
+    counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
+    findings = []
+    for column, (count, total) in enumerate(zip(counts, totals, strict=True)):
+        if count < SPIKE_FEWEST or count > SPIKE_MOST * total:
+            continue
+        others = sorted(
+            (counts[other], totals[other]) for other in range(len(counts)) if other != column
+        )
+        # The other rank with the most spikes may be faulty as well, so it is left out.
+        others = others[:-1] if len(others) > 2 else others
+        seen = 1 + sum(spikes for spikes, _ in others)
+        part = total / (1 / SPIKE_BACKGROUND + sum(actions for _, actions in others))
+        rare = _tail(count, seen, part) < SPIKE_RARE / len(counts)
+        finding = _spikes(m, odd[:, column], column, limits[column], seen * part) if rare else None
+        if finding is not None:
+            findings.append(finding)
+    return findings
+
+
+def _oddness(m: Measured) -> Floats:
+    """Returns the logarithm of each action's duration divided by its usual duration.
+
+    In a pipeline of enough ranks, the part by which a microbatch takes longer on all ranks is
+    subtracted: the microbatch is then larger, and no rank is to blame.
+
+    Returns:
+        ``[iterations, ranks, chunks, 3, microbatches]``.
+    """
+    usual = m.median_ns[..., None]
+    if m.action_ns.shape[-1] < FEW_MICROBATCHES:
+        usual = middle(m.median_ns, axis=0)[None, ..., None]
+    log_ratio: Floats = np.log(m.action_ns.astype(np.float64) / usual)
+    for pipeline in m.replicas.values():
+        if len(pipeline) >= OF_PARTIAL:
+            common = middle(log_ratio[:, pipeline], axis=(1, 2))
+            log_ratio[:, pipeline] -= np.where(np.isfinite(common), common, 0.0)[:, None, None]
+    return log_ratio
+
+
+def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float) -> Finding | None:
+    hit = np.isfinite(odd) & (odd > limit)
+    extra = m.action_ns[:, column][hit].astype(np.float64) * (1 - np.exp(-odd[hit]))
+    count = int(hit.sum())
+    if float(extra.sum()) < SPIKE_OF_STEP * m.step * len(m.iterations):
+        return None
+    return m.finding(
+        [column],
+        m.iterations[np.unique(np.nonzero(hit)[0])],
+        kind="spikes",
+        against="others",
+        confidence=chance((count - expected) / math.sqrt(count + expected + 1)),
+        delay_ms=float(np.median(extra)) / 1e6,
+        counts={"spikes": count},
+        detail=f"{count / int(np.isfinite(odd).sum()):.1%} of its actions, "
+        f"which take {float(np.exp(np.median(odd[hit]))):.2f} times the usual time",
+    )
+
+
+def _tail(count: int, seen: float, part: float) -> float:
+    """Returns the probability that chance alone causes at least ``count`` spikes on a rank.
+
+    The distribution is negative binomial, because the rate is estimated from the other ranks.
+
+    Args:
+        count: Number of spikes on the rank.
+        seen: Number of spikes on the ranks it is compared with, plus one from the prior.
+        part: Number of actions on the rank divided by that on the others, prior included.
+    """
+    below = 0.0
+    log_probability = -seen * math.log1p(part)
+    for number in range(count):
+        below += math.exp(log_probability)
+        log_probability += math.log((seen + number) / (number + 1) * part / (1 + part))
+    return max(0.0, 1 - below)

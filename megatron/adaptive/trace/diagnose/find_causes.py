@@ -1,0 +1,155 @@
+"""Searches a trace for all causes of slow steps, and adds a cost and remedies to each finding.
+
+The cost of a finding is the time that the recorded steps would save without it, in a simulation by
+``whatif``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron.adaptive.config.own_code import line_of_error
+from megatron.adaptive.errors import AdaptiveError, TraceError
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, RecordedSteps, built_in_causes
+from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
+from megatron.adaptive.trace.diagnose.samples import Measured, measure, thinned
+from megatron.adaptive.trace.diagnose.stage_costs import stage_costs
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.whatif.operations import (
+    Graph,
+    Operations,
+    build_graph,
+    pipelines_of,
+    read_operations,
+)
+from megatron.adaptive.trace.whatif.replay import rule_saves_s
+
+SIMULATED = 32
+"""Maximum number of iterations to simulate for the cost of a finding."""
+
+SIMULATED_SPANS = 300_000
+"""Maximum total number of spans in the simulated iterations."""
+
+
+def diagnose(
+    run: RunTrace, iterations: Iterable[int] | None = None, own_causes: Iterable[Cause] = ()
+) -> Diagnosis:
+    """Finds causes of slow steps, the affected ranks, and remedies.
+
+    A finding must be statistically significant and large enough to matter; noise is not reported.
+
+    Args:
+        run: Run whose trace is diagnosed.
+        iterations: Numbers of the iterations to use. ``None`` for all except the first, or for an
+            evenly spaced sample of them if the run is long.
+        own_causes: Causes to search for besides those of this package.
+
+    Raises:
+        TraceError: A file is damaged, an iteration does not exist, there is nothing to diagnose, or
+            a user's own cause raised an error.
+    """
+    measured = measure(run, iterations)
+    search = _Search(run, Evidence(measured, stage_costs(measured)))
+    findings: list[Finding] = []
+    for cause in built_in_causes():
+        findings += search.find(cause, findings)
+    for cause in own_causes:
+        try:
+            findings += search.find(cause, findings)
+        except AdaptiveError:
+            raise
+        except Exception as error:  # a user's class may raise any exception
+            raise TraceError(
+                f"cause {cause.name}: {line_of_error(error)} raised {type(error).__name__}: {error}"
+            ) from error
+    return Diagnosis(
+        findings=tuple(sorted(findings, key=lambda finding: -finding.cost_ms)),
+        iterations=tuple(measured.iterations.tolist()),
+        num_ranks=len(measured.headers),
+        counts={"actions": measured.num_actions, "messages": len(measured.messages)},
+        step_ms=measured.step / 1e6,
+        notes=tuple(run.notes()),
+        pace_ns=_pace_ns(measured),
+    )
+
+
+class _Search:
+    """Searches a run for causes, and simulates its steps without each finding's cause.
+
+    Args:
+        run: Run whose trace is diagnosed.
+        evidence: Measured times of the run.
+    """
+
+    def __init__(self, run: RunTrace, evidence: Evidence) -> None:
+        self._run = run
+        self._evidence = evidence
+        self._recorded: dict[tuple[int, ...], tuple[Operations, Graph]] = {}
+
+    def find(self, cause: Cause, earlier: Sequence[Finding]) -> list[Finding]:
+        """Returns the findings of a cause, with description, remedies and cost.
+
+        Args:
+            cause: Cause to search for.
+            earlier: Findings of the causes before this one.
+        """
+        reported = []
+        for bare in cause.find(self._evidence, earlier):
+            named = replace(bare, cause=cause.name)
+            remedy = cause.advise(named, self._evidence)
+            finding = replace(
+                named,
+                description=cause.describe(named),
+                advice=remedy.advice,
+                partition=remedy.partition,
+            )
+            fraction = self._cost_fraction(cause, finding)
+            if fraction is not None:
+                cost_ms = fraction * self._evidence.measured.step / 1e6
+                finding = replace(finding, cost_fraction=fraction, cost_ms=cost_ms)
+            if cause.keeps(finding, is_simulated=fraction is not None):
+                reported.append(finding)
+        return reported
+
+    def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
+        """Simulates the last affected iterations without a finding's cause.
+
+        Returns:
+            Fraction of the step time that is saved; ``None`` if the trace cannot be simulated.
+        """
+        m = self._evidence.measured
+        is_inside = (m.iterations >= finding.period.first) & (m.iterations <= finding.period.last)
+        chosen = m.iterations[is_inside][-SIMULATED:]
+        spans = self._run.num_spans(chosen.tolist())
+        try:
+            ops, graph = self._read(tuple(thinned(chosen, spans, SIMULATED_SPANS).tolist()))
+            steps = RecordedSteps(self._evidence, finding, ops, ops.duration_s.copy())
+            without = cause.without(finding, steps)
+        except TraceError:
+            return None
+        before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
+        saved_s = rule_saves_s(m.headers[0], ops, without, np.unique(ops.iteration).tolist())
+        if saved_s is None or cause.is_rare:
+            saved_s = before_s - after_s
+        return max(0.0, saved_s / before_s) if before_s else 0.0
+
+    def _read(self, iterations: tuple[int, ...]) -> tuple[Operations, Graph]:
+        if iterations not in self._recorded:
+            operations = read_operations(self._run, pipelines_of(self._run), iterations)
+            self._recorded[iterations] = operations, build_graph(operations)
+        return self._recorded[iterations]
+
+
+def _pace_ns(m: Measured) -> tuple[float, ...]:
+    """Returns each rank's time for a microbatch in ns, divided by its planned work in layers.
+
+    Empty if the planned work of a rank is unknown.
+    """
+    planned = m.work or m.layers
+    works = [sum(planned[stage] for stage in stages) if planned else 0 for stages in m.stages]
+    if not all(work > 0 for work in works):
+        return ()
+    return tuple(float(time) / work for time, work in zip(m.microbatch_ns, works, strict=True))

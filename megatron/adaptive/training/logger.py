@@ -1,0 +1,124 @@
+"""Defines loggers, which receive the curves of a run, and finds them.
+
+A logger is a subclass of :class:`Logger`. A logger of this package is in a module of the folder
+``loggers``, and is found there. Your own logger can be anywhere: give
+``--logger package.module:Class``. A package can also publish its loggers as entry points of the
+group ``megatron_adaptive.loggers``, which are selected by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron.adaptive.config.own_code import find_object, line_of_error, modules_in
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import AdaptiveError, ConfigError
+
+ENTRY_POINTS = "megatron_adaptive.loggers"
+"""Name of the group of entry points by which installed packages provide loggers."""
+
+
+class Logger:
+    """Passes the values of a run to an experiment tracker, such as TensorBoard.
+
+    Subclasses define the methods that they need; the others do nothing. Only the rank that writes
+    the log makes an object. If a method raises an error, a warning is printed, and the logger
+    receives no more values; training continues.
+
+    Args:
+        cfg: Settings of the run.
+
+    Attributes:
+        name: Name of the logger for ``--logger``; empty if the class is not part of this package.
+        flag: Field of ``LoggingConfig`` whose flag turns the logger on; empty if only ``--logger``
+            does.
+    """
+
+    name: ClassVar[str] = ""
+    flag: ClassVar[str] = ""
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        """Opens the tracker; an error ends the run before its first step."""
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Adds a point to a curve.
+
+        Args:
+            tag: Name of the curve.
+            value: Value of the point.
+            step: Number of the iteration.
+        """
+
+    def picture(self, path: Path, step: int) -> None:
+        """Adds an image file that shows a step of the pipeline."""
+
+    def note(self, name: str, content: Any) -> None:
+        """Stores a named document of JSON values; replaces an earlier one."""
+
+    def close(self) -> None:
+        """Writes all pending points and disconnects."""
+
+
+def built_in_loggers() -> dict[str, type[Logger]]:
+    """Returns the loggers of this package by name: all that the modules of ``loggers`` define."""
+    from megatron.adaptive.training import loggers
+
+    values = [value for module in modules_in(loggers) for value in vars(module).values()]
+    return {value.name: value for value in values if _is_logger(value) and value.name}
+
+
+def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
+    """Returns the classes of all loggers that a run uses.
+
+    Raises:
+        ConfigError: A name of ``--logger`` is unknown, cannot be imported, or is not a logger.
+    """
+    table = built_in_loggers()
+    settings = cfg.logging
+    classes = [
+        logger for logger in table.values() if logger.flag and getattr(settings, logger.flag)
+    ]
+    for name in settings.logger or ():
+        logger = table[name] if name in table else _own_logger(name)
+        if logger.flag and logger not in classes:
+            flag = f"--{logger.flag.replace('_', '-')}"
+            raise ConfigError(f"argument --logger: {name} needs {flag}: add it, which is enough")
+        classes.append(logger)
+    return list(dict.fromkeys(classes))
+
+
+def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
+    """Makes a logger.
+
+    Raises:
+        ConfigError: The logger cannot be opened.
+    """
+    try:
+        return logger(cfg)
+    except AdaptiveError:
+        raise
+    except Exception as error:  # a user's class may raise any exception
+        raise ConfigError(
+            f"logger {logger.__module__}:{logger.__name__}: {line_of_error(error)} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _own_logger(name: str) -> type[Logger]:
+    loaded = find_object(name, group=ENTRY_POINTS, subject="logger")
+    if loaded is None:
+        raise ConfigError(
+            f"argument --logger: {name!r} is not one of {', '.join(built_in_loggers())}, and not "
+            "package.module:Class of a logger of yours"
+        )
+    if not _is_logger(loaded):
+        raise ConfigError(
+            f"logger {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of "
+            "Logger of megatron.adaptive.training.logger"
+        )
+    return loaded  # type: ignore[no-any-return]
+
+
+def _is_logger(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Logger)

@@ -1,0 +1,228 @@
+"""Defines how a transport declares which ranks it connects, and how it is opened.
+
+A transport is a subclass of :class:`TransportKind`. ``select.py`` asks each kind which pairs of
+ranks it connects, and ``connect.py`` opens the chosen ones. The transports of this package are
+listed in ``config/transport_specs.py``. Your own transport can be anywhere: give
+``--transport package.module:Class``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.own_code import line_of_error, source_of
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.transport_specs import load_transport
+from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
+
+Gather = Callable[[Any], list[Any]]
+"""Function that takes this rank's value and returns the values of all ranks. Collective."""
+
+_TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
+_COMPLETIONS = ("listen", "put", "poll", "wait")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payloads:
+    """Describes what is known of the messages before any is sent. It is the same on all ranks.
+
+    Attributes:
+        shape: Shape of the largest message, ``None`` if unknown.
+        dtype: Element type of the messages.
+        varies: Whether some messages are smaller than ``shape``.
+        in_flight: Maximum number of received messages of a channel that the receiver keeps at the
+            same time.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    varies: bool = False
+    in_flight: int | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Returns the size of the largest message in bytes, ``None`` if unknown."""
+        if self.shape is None:
+            return None
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """Contains what a rank knows of itself before it knows other ranks.
+
+    Attributes:
+        device: Device on which the rank computes.
+        own_gpu: Whether the device is a GPU that no other rank uses.
+        address: Network address of the rank, ``None`` if it has none.
+        module: The C++ extension; ``None`` if it is missing.
+        rdma_ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
+        no_rdma: Reason why there are no active RDMA ports.
+    """
+
+    device: torch.device
+    own_gpu: bool
+    address: str | None
+    module: ModuleType | None
+    rdma_ports: tuple[str, ...] = ()
+    no_rdma: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """Contains what a transport needs to open its channels.
+
+    Attributes:
+        rank: Global rank of this process.
+        peers: Global ranks with which this rank exchanges messages over this transport. If empty,
+            this rank only takes part in collective calls.
+        members: Global ranks of this rank's pipeline, which send messages only to each other.
+        gather: Function that exchanges values between all ranks of the job.
+        accelerator: Device of this rank, on which received tensors are placed.
+        payloads: Shape, type and number of the messages, as far as known.
+        describe: Function that returns a rank's display name for error messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        options: Transport settings of the user.
+        completions: Queue for received messages; ``None`` if the transport makes its own.
+    """
+
+    rank: int
+    peers: Sequence[int]
+    members: list[int]
+    gather: Gather
+    accelerator: Accelerator
+    payloads: Payloads
+    describe: Callable[[int], str]
+    timeout_s: float
+    options: TransportConfig
+    completions: Completions | None
+
+
+class TransportKind:
+    """Declares a transport: which ranks it connects, and how its channels are opened.
+
+    Subclasses define :meth:`open` at least.
+
+    Attributes:
+        name: Name of the transport, as on the command line.
+        reason: Reason, for the log, to prefer this transport to the following ones.
+    """
+
+    name: str = ""
+    reason: ClassVar[str] = ""
+
+    def lacks(self, facts: RankFacts) -> str | None:
+        """Returns the reason why a rank cannot use the transport, ``None`` if it can."""
+        return None
+
+    def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
+        """Returns whether ``--transport auto`` tries this transport for two ranks.
+
+        Swapping the two ranks must give the same result.
+        """
+        return True
+
+    def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
+        """Returns the reason why the transport cannot connect two ranks, ``None`` if it can.
+
+        Called only for ranks that can use the transport. Swapping the two ranks must not change
+        whether the result is ``None``.
+        """
+        return None
+
+    def open(self, opening: Opening) -> Transport | None:
+        """Opens this rank's channels; all ranks of the job call this method together.
+
+        Returns:
+            An object with all members of ``interface.Transport``; ``None`` for a rank without
+            peers.
+        """
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=64)
+def transport_kind(name: str) -> TransportKind:
+    """Returns the declaration of a transport.
+
+    Args:
+        name: Name of a transport of this package, name of an entry point, or
+            ``package.module:Class`` of a user's own transport.
+
+    Raises:
+        ConfigError: The transport does not exist, cannot be imported, or is no
+            :class:`TransportKind`.
+    """
+    loaded = load_transport(name)
+    if not (isinstance(loaded, type) and issubclass(loaded, TransportKind)):
+        raise ConfigError(
+            f"transport {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of "
+            "TransportKind of megatron.adaptive.transport.kind"
+        )
+    kind: TransportKind = loaded()
+    kind.name = name
+    return kind
+
+
+class _OpeningError(TransportError):
+    """Reports on this rank that any rank failed to open a user's transport."""
+
+
+def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
+    """Opens a user's own transport, and checks that it has all members of the interface.
+
+    Collective over all ranks of the job. An error on one rank is raised on all ranks, unless others
+    wait for that rank in something else than ``opening.gather``.
+
+    Args:
+        kind: Declaration of the transport.
+        opening: Argument of its method ``open``.
+
+    Raises:
+        TransportError: The transport of a rank could not be opened, or lacks a member.
+    """
+
+    def exchange(value: Any, failure: str | None = None) -> list[Any]:
+        gathered = opening.gather((failure, value))
+        first = next((text for text, _ in gathered if text is not None), None)
+        if first is not None:
+            raise _OpeningError(first)
+        return [shared for _, shared in gathered]
+
+    part: Transport | None = None
+    failure: str | None = None
+    where = f"transport {kind.name} ({source_of(type(kind))}), rank {opening.rank}"
+    try:
+        part = kind.open(replace(opening, gather=exchange))
+        failure = _what_lacks(part, opening.peers)
+    except _OpeningError:
+        raise
+    except AdaptiveError as error:
+        failure = str(error)
+    except Exception as error:  # a user's class may raise any exception
+        failure = f"{line_of_error(error)} raised {type(error).__name__}: {error}"
+    exchange(None, None if failure is None else f"{where}: {failure}")
+    return part
+
+
+def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
+    """Returns which members of the interface a user's transport lacks, ``None`` if it has all."""
+    if transport is None and not peers:
+        return None
+    missing = [name for name in _TRANSPORT if not hasattr(transport, name)]
+    if not missing:
+        completions = transport.completions
+        missing = [f"completions.{n}" for n in _COMPLETIONS if not hasattr(completions, n)]
+    if not missing:
+        return None
+    return (
+        f"open returned {type(transport).__name__} without {', '.join(missing)}: define all "
+        "members of Transport in megatron.adaptive.transport.interface"
+    )
