@@ -9,7 +9,7 @@ group ``megatron_adaptive.loggers``, which are selected by name.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from megatron.adaptive.config.own_code import find_object, line_of_error, modules_in
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -117,8 +117,8 @@ def _own_logger(name: str) -> type[Logger]:
             f"logger {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of "
             "Logger of megatron.adaptive.training.logger"
         )
-    return loaded  # type: ignore[no-any-return]
+    return loaded
 
 
-def _is_logger(value: Any) -> bool:
+def _is_logger(value: Any) -> TypeGuard[type[Logger]]:
     return isinstance(value, type) and issubclass(value, Logger)
