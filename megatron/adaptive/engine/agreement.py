@@ -2,15 +2,15 @@
 
 These ranks are a decision group. It consists of the tensor- and context-parallel ranks of a stage.
 With experts it also contains the replicas of the stage that exchange tokens (see
-``executor_setup.decision_group``). If two of them ran different actions, they would add up numbers
-of different microbatches, or exchange tokens of different microbatches, without any error. So the
-first rank of the group (the leader) chooses each action and publishes its choice. The others
-(followers) read it and run the same action. No collective operation is needed for this.
+``executor_setup.decision_group``). If two of them ran different actions, they would add up values
+or exchange tokens that belong to different microbatches, without any error. So the first rank of
+the group (the leader) chooses each action and publishes its choice. The others (followers) read it
+and run the same action. No collective operation is needed for this.
 
 Each member receives its own inputs; a replica's inputs come from a replica of the previous stage.
 Every stage has such a group. So a group acts like one rank of a pipeline: an input has arrived when
-it has arrived on every member. A slow member delays its group. A deadlock is possible only if it is
-possible for a single rank too.
+it has arrived on every member. A slow member delays its group. The groups can deadlock only if a
+pipeline of single ranks could deadlock too.
 
 The leader chooses among actions whose input all members have. It marks an input as arrived in its
 state once the input has arrived on every member. Followers report their inputs to the leader from
@@ -61,7 +61,7 @@ _REPORT_S = 1.0
 class Agreement:
     """Chooses this rank's next action.
 
-    This base class is for a group of one rank, whose policy decides alone. Subclasses make all
+    This base class is for a group of one rank, which simply asks its policy. Subclasses make all
     ranks of a group choose the same action. Only the executor's thread calls the methods.
     """
 
@@ -79,7 +79,7 @@ class Agreement:
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Records that an input arrived in this step, on this rank or on another member.
+        """Records that an input has arrived on this rank or on another member in this step.
 
         Returns:
             True if the input has arrived on all members, so that the state may mark it as arrived.
@@ -127,14 +127,15 @@ class Agreement:
 class Leader(Agreement):
     """Chooses the actions of a group; runs on the first rank of the group.
 
-    One thread per follower reads its reports, and puts a notice for each into the completion queue.
+    One thread per follower reads the follower's reports, and puts a notice for each report into the
+    completion queue.
 
     Args:
         decisions: Channel to which this rank writes its decisions.
         reports: Channels from which this rank reads the followers' reports, by global rank of the
             follower.
         completions: Queue of arrived inputs and notices, on which the executor waits.
-        describe: Function that returns how error messages name a rank.
+        describe: Function that returns how to refer to a global rank in messages.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Leader(Agreement):
         self._completions = completions
         self._describe = describe
         self._is_static = False
-        # A set of members is a bit mask, in which each member has one bit. The leader has bit 1.
+        # A bit mask represents a set of members, with one bit per member. The leader's bit is 1.
         self._bits = {rank: 2 << number for number, rank in enumerate(reports)}
         self._everyone = (2 << len(reports)) - 1
         self._seen: dict[Action, int] = {}
@@ -246,7 +247,7 @@ class Follower(Agreement):
     Args:
         decisions: Channel from which this rank reads the leader's decisions.
         reports: Channel to which this rank writes its reports.
-        completions: Queue of arrived inputs. The follower is called for each input that is put into
+        completions: Queue of arrived inputs. It calls the follower for each input that is put into
             it.
         timeout_s: Maximum time in seconds that a report waits for free space in the channel before
             it fails.
@@ -362,8 +363,8 @@ def connect(
         members: Global ranks of the group, ascending.
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
-        timeout_s: Maximum time that sending a report may take, in seconds.
-        describe: Function that returns how error messages name a rank.
+        timeout_s: Maximum time in seconds to send a report.
+        describe: Function that returns how to refer to a global rank in messages.
         module: C++ extension for channels in shared memory, if all members are on one node; else
             ``None``.
     """
@@ -375,7 +376,7 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs an action and an extra number, its piece or its step, into a number of 63 bits.
+    """Packs an action and an extra number (its piece or its step) into a number of 63 bits.
 
     Raises:
         ScheduleError: A chunk, microbatch, piece or step is too large for the number.

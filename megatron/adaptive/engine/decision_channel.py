@@ -28,17 +28,16 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Function that returns the name of a global rank in messages.
+"""Function that returns how to refer to a global rank in messages.
 
 An example is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# Maximum number of numbers in shared memory that the slowest reader has not read. If it is reached,
-# the writer waits.
+# Number of published values that shared memory can hold. If the slowest reader has left this many
+# unread, the writer waits.
 _CAPACITY = 256
-# Maximum number of messages that the slowest reader has not received. If it is reached, the writer
-# waits.
+# Maximum number of messages in flight to the slowest reader. If it is reached, the writer waits.
 _BEHIND = 8
 _CLOSED = -1
 # Timeouts are limited to this range: gloo counts whole milliseconds, treats 0 as no limit, and
@@ -54,7 +53,7 @@ class Writer:
         group: Gloo group of the members. Nothing else uses it, and there is at most one channel in
             each direction between two members.
         readers: Global ranks that read from this channel.
-        describe: Function that returns how error messages name a rank.
+        describe: Function that returns how to refer to a global rank in messages.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Writer:
 class Reader:
     """Reads the numbers that a :class:`Writer` sends.
 
-    A receive is always posted in advance, so that messages never wait for it.
+    It always posts the next receive in advance, so that no message waits for a receive.
     """
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
@@ -115,7 +114,7 @@ class Reader:
     def next(self, timeout_s: float) -> int | None:
         """Returns the next number. Only one thread may call it at a time.
 
-        While it waits, other threads can run, because it releases the GIL.
+        The method releases the GIL while it waits, so that other threads can run.
 
         Returns:
             Number read, or ``None`` if the writer has closed the channel.
@@ -136,7 +135,7 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Makes all users of the channel fail, if it is in shared memory. Any thread may call it.
+        """Makes both ends of a channel in shared memory fail. Any thread may call it.
 
         For a channel of messages it does nothing; such a channel fails when a process ends.
         """
@@ -161,7 +160,7 @@ class _MemoryEnd:
     Args:
         log: Object of the C++ extension for this end of the channel.
         peers: Names of the ranks at the other end, for error messages.
-        describe: Function that returns how error messages name a rank.
+        describe: Function that returns how to refer to a global rank in messages.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -224,7 +223,7 @@ def make_channels(
         group: Gloo group of the members, used for nothing else.
         members: Global ranks of the members, ascending.
         rank: Global rank of this process.
-        describe: Function that returns how error messages name a rank.
+        describe: Function that returns how to refer to a global rank in messages.
         module: C++ extension for channels in shared memory, if all members are on one node; else
             ``None``.
 
@@ -246,7 +245,8 @@ def make_channels(
     for peer in others:
         process, number = handles[peer]
         try:
-            # Open the memory by its owner's descriptor: it has no name in the file system.
+            # The shared memory has no name in the file system, so open it through its owner's file
+            # descriptor.
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(

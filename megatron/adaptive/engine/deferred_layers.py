@@ -3,17 +3,16 @@
 A model is built as usual. :func:`attach_stores` then changes the class of each of its layers.
 Parameters, names and checkpoints do not change. A layer without an active store runs
 megatron-core's code, for example in an evaluation, under schedules without W, and in the first
-forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B,
-and not in W.
+forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
 
 Layers of Transformer Engine can delay their weight gradients themselves: B leaves the tensors of a
 call in a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forward pass of a call
 determines its store. So each call gets a new store if weight gradients are deferred, and otherwise
 uses the store that the layer was built with.
 
-The gradient of a bias that the layer itself adds is deferred with that of the weight. Gradients of
-other parameters are computed in B: biases that are returned to be fused with the next operation,
-norms (also in a ``LayerNormLinear``) and position embeddings.
+If the layer adds its bias itself, the gradient of the bias is deferred too. Gradients of all other
+parameters are computed in B: those of biases that the next operation adds (fused), of norms
+(also in a ``LayerNormLinear``) and of position embeddings.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ParallelLinearCall(LayerCall):
     Attributes:
         weight: This rank's part of the weight, ``[out, in]``.
         bias: Bias ``[out]`` if the call adds it, else ``None``.
-        fuses: Whether the fused kernel adds the weight gradient to ``main_grad``.
+        fuses: Whether a fused kernel computes the weight gradient and adds it to ``main_grad``.
         all_reduce_group: Group of tensor-parallel ranks over which input gradients are summed, or
             ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
@@ -104,9 +103,9 @@ class ParallelLinearCall(LayerCall):
             yield self.bias, gradient.sum(dim=0)
 
     def _whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Gathers the whole sequence from all ranks of the group.
+        """Gathers the parts of the sequence from all ranks of the group.
 
-        The result is in a buffer that the next call overwrites.
+        The next call overwrites the result.
         """
         if self.sequence_group is None:
             return inputs
@@ -130,7 +129,7 @@ class GroupedCall(LayerCall):
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` as which the weight is viewed.
+        shape: Shape ``[experts, in, out]`` to which the weight is reshaped.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
@@ -173,10 +172,10 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Represents a call of a layer of Transformer Engine, which itself keeps the tensors for W.
+    """Represents a call of a Transformer Engine layer, which keeps the tensors for W itself.
 
     Attributes:
-        layer: Layer of Transformer Engine that is called.
+        layer: Transformer Engine layer that is called.
         weight: First weight of the layer, ``[out, in]``. A grouped layer has several.
         delayed: ``wgrad_store`` made for this call.
     """
@@ -188,9 +187,9 @@ class DelayedCall(LayerCall):
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
         """Adds the call's weight gradient to the store, directly before the layer's B runs.
 
-        The layer itself keeps the tensors, so the store gets tensors without memory in their place.
-        If megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight
-        to have a gradient after B. The weight therefore gets a gradient of zeros.
+        The layer keeps the tensors itself, so the store gets tensors without memory instead. If
+        megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight to
+        have a gradient after B. The weight therefore gets a gradient of zeros.
         """
         inputs = gradient.new_empty(
             (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
@@ -206,7 +205,7 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # because the layer's own tensors may require gradients
+    @torch.no_grad()  # the layer's own tensors may require gradients
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
@@ -221,8 +220,8 @@ class DelayedCall(LayerCall):
         before = {parameter: parameter.grad for parameter in (*weights, *biases)}
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
-        # Bias gradients in fp8 were already computed in B. backward_dw() still needs a tensor in
-        # their place.
+        # Bias gradients in fp8 were already computed in B, but backward_dw() still expects a tensor
+        # for them.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
@@ -299,7 +298,7 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
     """Replaces ``VocabParallelEmbedding``; defers its weight gradient while the store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of tokens, and defers the gradient of the embedding's weight.
+        """Returns the embeddings of the tokens, and defers the weight gradient.
 
         The shapes are ``[b, s] int -> [b, s, h]``, or ``[s, b, h]`` with this rank's part of the
         sequence.
@@ -413,7 +412,7 @@ def _engine_class(layer: type) -> Any:
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
     """Changes the layers of a chunk so that they defer weight gradients while they have a store.
 
-    Only the class of the layer objects changes.
+    It changes only the class of the layer objects.
 
     Returns:
         One text per layer that has a weight matrix but cannot defer, with the reason, such as
@@ -424,7 +423,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Also convert layers without a matrix: an output layer may share the embedding's weight.
+        # Convert a layer even if it has no matrix itself: an output layer may share the
+        # embedding's.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)

@@ -1,8 +1,9 @@
 """Diagnoses what slows a run while it trains, in another process every few iterations.
 
 The training process starts the other process, and checks between iterations whether it has ended.
-The training process reads no trace and never waits. If the other process fails, training continues
-without a diagnosis. The other process runs for a few seconds, at the lowest priority.
+The training process itself reads no trace, and never waits for the other process. If the other
+process fails, training continues without a diagnosis. The other process runs for a few seconds, at
+the lowest priority.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class RunningDiagnosis:
         note: Function that records results, given as keyword arguments. It is called with
             ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of
             a step that a repair would save) and ``do`` (the advice). It is also called for each
-            rank that is still slow in the last iteration. Then the arguments are ``slow_rank`` (the
-            rank), ``times`` (how many diagnoses in a row found this rank slow), ``factor`` and
-            ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see ``Diagnosis``).
+            rank that is still slow in the last iteration. In that case the arguments are
+            ``slow_rank`` (the rank), ``times`` (how many diagnoses in a row found this rank slow),
+            ``factor`` and ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see
+            ``Diagnosis``).
         total_iterations: Number of iterations of the run, infinite if unknown.
     """
 
@@ -64,7 +66,7 @@ class RunningDiagnosis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def after_iteration(self, iteration: int) -> None:
-        """Starts a diagnosis if it is time for one, and reports the result of a finished one.
+        """Reports the result of a finished diagnosis, and starts the next one if it is due.
 
         It takes a millisecond at most.
         """
@@ -81,7 +83,7 @@ class RunningDiagnosis:
             return
         try:
             self._process.wait(_LAST_S)
-        except subprocess.TimeoutExpired:  # do not delay the end of the job for a diagnosis
+        except subprocess.TimeoutExpired:  # a diagnosis must not delay the end of the job
             self._process.kill()
             self._process.wait()
         self._take(self._process)
@@ -91,7 +93,7 @@ class RunningDiagnosis:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
-            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - too long for a pipe
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could fill up
             self._process = subprocess.Popen(
                 [sys.executable, *_DIAGNOSE, folder, "--iterations", f"{self._next}-{last}"],
                 stdin=subprocess.DEVNULL,
@@ -162,5 +164,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a name for a finding that is the same in every diagnosis that finds it."""
+    """Returns a finding's name, which stays the same from one diagnosis to the next."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

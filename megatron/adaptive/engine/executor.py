@@ -44,12 +44,13 @@ _LAUNCH_AHEAD = 1
 With 0, the device would be idle during the decision.
 """
 _AHEAD_NS = 300_000
-"""Work that the device should still have when a rule chooses the next action, in nanoseconds.
+"""Time in nanoseconds that the device should still be busy when a rule chooses the next action.
 
-With short actions, a thread that wakes tens of microseconds late would leave the device idle.
+If the device had less work left, it would run idle when this thread wakes tens of microseconds
+late.
 """
 _MOST_AHEAD = 8
-"""Maximum number of unfinished actions beyond ``_LAUNCH_AHEAD`` when a rule chooses an action."""
+"""Maximum number of unfinished actions allowed in addition to ``_LAUNCH_AHEAD``."""
 
 
 class ActionInput(NamedTuple):
@@ -77,11 +78,11 @@ class LaunchedAction(NamedTuple):
 
     Attributes:
         action: Action that was run or launched.
-        start: Mark of the device's clock (an event on a GPU) before the action.
-        end: Mark of the device's clock (an event on a GPU) after the action.
+        start: Time mark of the device before the action (an event on a GPU).
+        end: Time mark of the device after the action (an event on a GPU).
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of arrived inputs of actions that had not started yet.
+        queue_depth: Number of inputs that had arrived while their actions had not started yet.
     """
 
     action: Action
@@ -120,7 +121,7 @@ class Stages(Protocol):
         """Returns the size in bytes of the activations kept for the backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns how many of these bytes remain after B, for the weight gradients of a later W."""
+        """Returns the size in bytes of the tensors that B keeps for a later W."""
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
@@ -177,9 +178,9 @@ class Executor:
             for a rank that decides alone.
         clock: Clock that measures the start and end of actions; ``None`` for the clock of the host.
         recorder: Recorder that stores traced spans; ``None`` if tracing is off.
-        route: Function that maps a position in the pipeline and this rank's index of a microbatch
-            to the global rank at that position and its index of the microbatch. ``None`` if both
-            are equal.
+        route: Function that takes a position in the pipeline and this rank's index of a microbatch.
+            It returns the global rank at that position, and that rank's index of the same
+            microbatch. ``None`` if it would return its arguments.
     """
 
     def __init__(
@@ -391,7 +392,7 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits for an input to arrive, because the leader chose an action that lacks it here."""
+        """Waits for the input of an action that the leader chose before the input arrived here."""
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
                 f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
@@ -439,7 +440,8 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # Raises the error of a failed channel, if any: it says more than the group's timeout.
+            # Raise the error of a failed channel, if any, because it explains more than a timeout
+            # in the group.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -592,7 +594,7 @@ SHORT_NS = 20_000
 
 
 class StepLog:
-    """Records the waits, messages and reasons for choices in one traced step.
+    """Records the waits, the messages and the reason for each choice in one traced step.
 
     All times are read from the host's monotonic clock (:meth:`now_ns`). On a device, the start of
     an action here is the time at which it is launched.
@@ -640,13 +642,13 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records the arrival of an input, after which an action may be able to start."""
+        """Records that an input arrived, so that an action may now be able to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the leader's decision has arrived, as the end of a wait for it."""
+        """Records that the leader's decision has arrived, which ends the wait for the decision."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
@@ -779,8 +781,8 @@ class ActivationMeter:
 
         Args:
             chunk: Index of the chunk among those of this rank, from 0.
-            held: Tensors to exclude, such as parameters, because they exist without the forward
-                pass too.
+            held: Tensors not to count, such as parameters, which exist even without the forward
+                pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

@@ -65,13 +65,14 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Neighbourhood:
-    """Contains the ranks to which this rank's pipeline connects it.
+    """Contains the ranks with which this rank communicates in its pipeline.
 
     Attributes:
         members: Global ranks of the pipeline; all ranks if stages have unequal numbers of ranks.
         peers: Global ranks with which this rank exchanges messages.
-        route: Function that maps a position in the pipeline and this rank's index of a microbatch
-            to the global rank at that position and that rank's index of the microbatch.
+        route: Function that takes a position in the pipeline and this rank's index of a microbatch.
+            It returns the global rank at that position, and that rank's index of the same
+            microbatch.
     """
 
     members: list[int]
@@ -131,18 +132,17 @@ def build_executor(
         payload_dtype: Element type of the tensors sent between stages.
         payload_varies: Whether the tensors sent between stages differ in shape.
         timeout_s: Maximum time of a wait of the executor, in seconds.
-        tracing: Trace of this rank, which also publishes what the executor is doing; ``None`` if
+        tracing: Trace of this rank. It also publishes the executor's current activity. ``None`` if
             tracing is off.
         transport: Settings of the connections; ``None`` to choose a transport for each pair of
             ranks.
-        in_flight: Maximum number of received inputs that a rank keeps at a time, for the size of
-            buffers (see ``Orders.inputs_in_flight``).
+        in_flight: Maximum number of received inputs that a rank keeps at a time, which determines
+            the size of the receive buffers (see ``Orders.inputs_in_flight``).
         widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
         pp_ranks: Global ranks of this pipeline, ordered by the position to which the placement
             assigns them; ``None`` for the order of megatron-core.
-        model: Configuration of the model in megatron-core. With experts, a rank also communicates
-            with other ranks than its tensor- and context-parallel group, so they must run the same
-            actions. ``None`` for a model without experts.
+        model: megatron-core's configuration of the model, ``None`` for a model without experts.
+            Ranks that exchange tokens of experts must run the same actions.
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -207,9 +207,9 @@ def open_trace(
 
     Args:
         folder: Folder for the trace files of all ranks; ``None`` if tracing is off.
-        job: This process with its rank, device and control group.
+        job: Rank, device and control group of this process.
         placement: Assignment of pipeline stages to ranks.
-        schedule: Name of the schedule, which the trace stores.
+        schedule: Name of the schedule, to be stored in the trace.
         num_microbatches: Number of microbatches per step, 0 if unknown.
         layers: Number of layers of each stage, empty if unknown.
         work: Expected compute cost of each stage, in any unit; empty if unknown.
@@ -258,7 +258,8 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 
     Args:
-        settings: Settings by name, in the form in which users write them, for the error message.
+        settings: Value of each setting by its name. Both appear in the error message, so they are
+            written as a user would write them.
 
     Raises:
         ConfigError: A setting differs; the message has both values and a rank of each.
@@ -276,7 +277,7 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
 
 
 def _store_host() -> str | None:
-    """Returns the host of the job's store, ``None`` if the store is not a network service."""
+    """Returns the host that serves the job's key-value store, ``None`` if no host does."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -292,7 +293,7 @@ def decision_group(model: Any = None) -> list[int]:
     the group. Collective over all ranks.
 
     Args:
-        model: Configuration of the model in megatron-core, ``None`` for a model without experts.
+        model: megatron-core's configuration of the model, ``None`` for a model without experts.
     """
     groups = [parallel_state.get_tensor_and_context_parallel_group()]
     if getattr(model, "num_moe_experts", None):
@@ -317,7 +318,7 @@ def _build_agreement(
     if transport is None:
         return Agreement()
     members = decision_group(model)
-    if len(members) == 1:  # holds on all ranks or on none, so all of them return here
+    if len(members) == 1:  # true on all ranks or on none, so all return here
         return Agreement()
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1

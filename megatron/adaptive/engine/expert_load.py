@@ -2,10 +2,10 @@
 
 An exchange is a collective operation of the expert-parallel ranks during a forward or backward
 pass. It moves tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or numbers
-of tokens. The exchange time is the time that an action waits for it. If the action lets another one
-run in the meantime (see ``lanes``), only the wait after that counts. Ranks whose experts have more
-tokens start the next exchange late. So the exchange times of the other ranks show the cost of an
-unequal load.
+of tokens. The exchange time is the time that an action waits for it. If the action lets another
+action run during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose
+experts have more tokens start the next exchange late. So the exchange times of the other ranks show
+the cost of an unequal load.
 
 Measurements are made only if the model has experts and a trace or monitor needs them. Counting adds
 up a short vector on the device, per layer and forward pass.
@@ -40,7 +40,7 @@ def measured_experts(
 
 
 class ExpertLoad:
-    """Measures the numbers of tokens of this rank's experts, and exchange times, per step.
+    """Measures how many tokens each of this rank's experts gets per step, and exchange times.
 
     Args:
         chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
@@ -86,12 +86,12 @@ class ExpertLoad:
             hook.remove()
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the numbers of tokens in the step. Waits for the device.
+        """Returns how many tokens each expert got in the step. Waits for the device.
 
         Returns:
             One tuple per layer of experts. It has the layer's number in the model from 0, the index
             of the layer's first expert on this rank, and the number of tokens of each expert on
-            this rank. Multi-token prediction layers have the last numbers.
+            this rank. Multi-token prediction layers are numbered after all other layers.
         """
         return tuple(
             (*layer, *map(int, counts.tolist()))

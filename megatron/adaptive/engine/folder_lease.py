@@ -7,15 +7,15 @@
     <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
 A claim is made by a hard link to a complete file; on any file system, only one process can succeed.
-A job that wants to take over watches the counter by its own clock, so clocks may differ. If the
-counter does not rise, the job removes the counter's file, which ends the former holder's right. A
-former holder that was stopped for any time then finds that the file is missing. The holder checks
-this by opening the file, because NFS caches listings and attributes, but asks the server for an
-open.
+A job that wants to take over times the counter by its own clock, so the clocks of machines may
+differ. If the counter does not rise, the job removes the counter's file, which ends the former
+holder's right. A former holder that was suspended, however long, then finds that the file is
+missing. The holder checks this by opening the file, because NFS caches listings and attributes, but
+asks the server for an open.
 
 A checkpoint is first written under a name with the claim's number, and published by renaming it. A
-new holder first removes all such names with lower numbers. So a former holder publishes nothing,
-even if it was stopped between its check and its rename.
+new holder first removes all such names with lower numbers. So a former holder cannot publish
+anything, even if it was suspended between its check and its rename.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # a new claim removes the files of this many earlier claims
+_KEPT = 8  # number of earlier claims whose files a new claim keeps
 
 
 class LeaseTakenError(SetupError):
@@ -92,15 +92,14 @@ class Lease:
     ) -> int:
         """Claims the right to write the folder.
 
-        This succeeds at once if the previous holder has ended, was killed on this machine, or was
-        an earlier start of this job.
-
-        Otherwise it blocks for up to ten seconds, to see whether the holder's counter rises.
+        The claim succeeds at once if the previous holder has ended, was killed on this machine, or
+        was an earlier start of this job. Otherwise it blocks for up to ten seconds, to see whether
+        the holder's counter rises.
 
         Args:
             job: ID of the job, ``None`` for a manager.
             restarts: Number of restarts of the job so far, from 0; ``None`` for a manager.
-            run: Name by which a manager's ranks recognise it, ``None`` for a job.
+            run: Name by which ranks recognise their manager, ``None`` for a job.
 
         Returns:
             Number of the claim.
@@ -122,13 +121,13 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right of another process of this job, which has made the claim."""
+        """Shares the right that another process of this job has claimed."""
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
         """Shares the right of this process's manager, if the manager holds the folder.
 
-        Returns whether it does.
+        Returns whether the manager holds it.
 
         Args:
             number: Number of the manager's claim, ``None`` if there is no manager.
@@ -141,7 +140,7 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Makes a claim with the next number, so that processes that joined before lose the right.
+        """Makes a claim with the next number; processes that joined the old claim lose the right.
 
         Returns:
             True if this process still held the right, and so got the new number.
@@ -244,7 +243,7 @@ class Lease:
 
         Args:
             number: Number of the other job's claim, ``None`` for the newest claim.
-            over: Whether this job held the folder before the other job took over.
+            over: Whether the other job took the folder over from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -269,7 +268,7 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # Let all users who may write the folder take it over.
+            # All users who may write the folder may also take it over.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
@@ -300,8 +299,8 @@ class Lease:
         finally:
             draft.unlink(missing_ok=True)
         if self._last() > number:
-            # This process was stopped while others made this claim and several more, and removed
-            # this one as outdated.
+            # This process was suspended. Meanwhile others made this claim and several more, and
+            # removed this one as outdated.
             claim.unlink(missing_ok=True)
             return False
         former = self.number
@@ -337,15 +336,15 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Wait for a number of reads, not for a time: while the storage hangs, the holder cannot
-        # raise its counter either.
+        # Count reads instead of time: while the storage hangs, the holder cannot raise its counter
+        # either.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
             time.sleep(_LOOK_S)
             now = _read(self._path("beat", number))
-            # A missing counter does not say that the holder is alive: a job that takes over removes
-            # it.
+            # A missing counter is no sign that the holder is alive: a job that takes over removes
+            # the file.
             if now not in ("", first):
                 return now != _ENDED
         return False
@@ -373,8 +372,8 @@ def _sum(facts: Mapping[str, Any]) -> str:
 def _checked(read: Any) -> dict[str, Any]:
     """Returns the facts read from a claim, empty if its file is damaged.
 
-    A damaged claim might name a process that has ended. If this were trusted, another job would
-    take the folder from a job that is still running.
+    A damaged claim might name a process that has ended. A job that trusted it would take the folder
+    from a job that is still running.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}

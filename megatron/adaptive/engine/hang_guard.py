@@ -2,9 +2,9 @@
 
 A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
 rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
-starts the watching process. Its reports are exchanged with other machines through the job's store.
-The threads of a machine's ranks take turns in doing this, so it continues if one rank hangs. None
-of this delays a step.
+starts the watching process. Machines exchange the reports of their watching processes through the
+job's key-value store. The threads of a machine's ranks take turns at this exchange, so it continues
+if one rank hangs. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class HangGuard:
     0 or if no private folder can be made.
 
     Args:
-        job: This process with its rank, and the host and process of every rank.
+        job: Rank of this process, and the host and process of every rank.
         after_s: Time without progress after which the job counts as hanging, in seconds
-            (``--hang-after-s``). 0 to not watch; ``None`` to derive the time from the durations of
-            steps.
+            (``--hang-after-s``). 0 turns the watch off; ``None`` derives the time from the
+            durations of steps.
         on_hang: ``report`` to only report a hang, ``end`` to also end the job.
         page_folder: Folder for hang reports; ``None`` for the system's folder of temporary files.
 
@@ -153,8 +153,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Its own session: the watching process removes the folder after the rank has ended, so
-            # it must survive a signal to the rank's process group.
+            # Start the watching process in a session of its own. It removes the folder after the
+            # rank has ended, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 
@@ -178,7 +178,7 @@ class HangGuard:
     def _read(self) -> dict[str, Any]:
         try:
             fields = dict(self.snapshot())
-        except Exception:  # for example because the run is being closed
+        except Exception:  # for example while the run is being closed
             fields = {}
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
@@ -206,7 +206,7 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns for each process group the number of collectives begun here, and its ranks."""
+    """Returns the ranks of each process group, and how many collectives this rank began in it."""
     collectives = {}
     for group in process_groups():
         # Skip a group that is being destroyed, or whose backend does not count collectives.

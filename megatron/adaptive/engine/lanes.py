@@ -7,8 +7,8 @@ to the other lane. When it gets the turn back, it waits for the rest of the exch
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
 
-If the other lane is empty, the policy decides what starts there: an action of another kind,
-nothing, or a weight gradient, which ends before the turn goes back.
+If the other lane is empty, the policy decides what starts there: an action of another kind, a
+weight gradient, or nothing. A weight gradient runs to its end before the turn goes back.
 
 Turns change only at exchanges and at the end of actions, never by time. So all members of a
 decision group start the collectives of both actions in the same order, and both actions may use the
@@ -44,14 +44,14 @@ class Lanes:
     """Runs the actions of a step in two lanes (threads); the calling thread is the first.
 
     Args:
-        decide: Function that starts and returns the next action, or returns ``None``. Its argument
-            is whether a communicating action can continue instead.
-        perform: Function that runs a started action to its end.
-        await_arrival: Function that blocks until an input arrives, so that an action may be able to
-            start.
+        decide: Function that chooses the next action and returns it, or ``None`` for none. Its
+            argument says whether a communicating action can continue instead.
+        perform: Function that runs a chosen action to its end.
+        await_arrival: Function that blocks until another input has arrived.
 
     Attributes:
-        away_ns: Time for which each action let other actions compute, in nanoseconds.
+        away_ns: Time in nanoseconds for which each action had handed its turn over to other
+            actions.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Lanes:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Runs actions until the step is done.
 
-        Exchanges of tokens within actions give the turn to the other lane.
+        When an action exchanges tokens, the turn goes to the other lane.
 
         Raises:
             Exception: Any exception that an action of either lane raised.
@@ -96,7 +96,7 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # twice: to end an action that failed, and to end the thread
+            self._turns[1].release(2)  # once to end an open action, once to end the thread
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
@@ -144,8 +144,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # After a weight gradient, which runs during one exchange, the first lane gets the
-                # turn.
+                # A weight gradient fills one exchange only; after it the first lane gets the turn
+                # back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -158,7 +158,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """While the context is open, gives the turn away during every exchange of rows.
+        """While the context is open, gives the turn to the other lane during each exchange of rows.
 
         This applies to forward and backward passes. Exchanges of rows (tokens) take long. Exchanges
         of one number per row are short, so the lane keeps the turn.

@@ -1,6 +1,6 @@
 """Makes the policy of one rank, and the rank state that the policy reads.
 
-It is used for megatron-core's GPT, for plain modules, and in a user's Megatron-LM.
+All three ways to train use it: megatron-core's GPT, plain modules, and a user's Megatron-LM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 class Orders:
     """Makes the policy and the state of one rank for each step.
 
-    There is one policy per number of microbatches.
+    It makes one policy per number of microbatches, and keeps it for later steps.
 
     Args:
         schedule: Name of a static schedule or run-time scheduling rule; ``auto`` runs ``adaptive``
@@ -39,18 +39,18 @@ class Orders:
         splits: Whether weight gradients are separate actions (W), instead of part of the backward
             pass.
         pieces: Number of W actions per weight gradient under a run-time rule, which fills short
-            waits with them. A static schedule has one.
+            waits with them. Under a static schedule there is one.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
             ``None`` for the number of ranks of the pipeline.
         widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
-        beside: Whether in a training step an action may start while another one, of another kind,
+        beside: Whether a training step may start an action while an action of another kind
             exchanges tokens of experts.
 
     Attributes:
-        replay: Recorded orders to follow in training steps, or ``None``. The caller sets the step
-            before it starts (``Replay.begin``).
+        replay: Recorded orders to follow in training steps, or ``None``. The caller must call
+            ``Replay.begin`` before each step.
 
     Raises:
         ConfigError: The schedule file is for another pipeline, or has W actions although ``splits``
@@ -113,9 +113,8 @@ class Orders:
         """Returns the policy that chooses this rank's actions in a step.
 
         Raises:
-            ConfigError: The order in the schedule file or record has another number of
-                microbatches.
-            ScheduleError: The schedule does not suit this number.
+            ConfigError: The schedule file or record is for another number of microbatches.
+            ScheduleError: The schedule does not support this number of microbatches.
         """
         if self.replay is not None and not forward_only:
             return self.replay.policy(num_microbatches)
@@ -170,7 +169,7 @@ class Orders:
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the maximum number of received inputs that a rank keeps at a time.
 
-        It determines the size of the receive buffers.
+        This number determines the size of the receive buffers.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if

@@ -1,4 +1,4 @@
-"""Represents a process in its job, with its device, small messages to all ranks, and the end."""
+"""Represents a process in its job: its device, small messages to all ranks, and its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
     """Returns a ``PeerLostError`` if a library's error is about a broken connection, else ``None``.
 
     Args:
-        error: Exception that a library raised. The exceptions that caused it are searched too.
+        error: Exception that a library raised. Its chain of causes is searched too.
         rank: Global rank of this process, for the error message.
     """
     cause: BaseException | None = error
@@ -94,7 +94,7 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Contains what this process shares with its job: device, groups, folder rights.
+    """Contains a process's part in its job: device, process groups, rights to write folders.
 
     Attributes:
         environment: Settings from the launcher's environment variables, with the rank and world
@@ -102,7 +102,7 @@ class Job:
         accelerator: CPU or GPU that this process computes on.
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, by global rank (see ``liveness.here``).
-        timeout: Maximum time of waits for other ranks.
+        timeout: Maximum time to wait for other ranks.
         owns_process_group: Whether torch's default process group was made for this job, and is
             destroyed with it.
         groups_before: Process groups that existed before the job began, which it keeps.
@@ -159,7 +159,7 @@ class Job:
         return result
 
     def settle(self) -> None:
-        """Records the process groups made so far as the job's.
+        """Records that the process groups made so far belong to the job.
 
         Groups made later belong to the user, and :meth:`close` keeps them.
         """
@@ -203,7 +203,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys those of the groups that still exist, which ends their threads. Collective."""
+    """Destroys the groups that still exist, which ends their threads. Collective."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

@@ -1,6 +1,6 @@
 """Writes the progress of a run to ``progress.jsonl`` in the trace folder, for other programs.
 
-One rank appends a line of JSON for every iteration that is in the log. For other iterations it
+One rank appends a line of JSON for every iteration that the log prints. For other iterations it
 writes at most two lines per second::
 
     {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
@@ -75,8 +75,8 @@ class ProgressFile:
         Args:
             start_iteration: Number of iterations done before this start.
             total_iterations: Number of iterations of the whole training run.
-            **more: Parallel sizes, and ``moved`` if ranks that were already training write to this
-                folder from now on.
+            **more: Further fields: the parallel sizes, and ``moved`` if the ranks were training
+                before and now switch to this folder.
         """
         sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
         self._start = _line({**sizes, **more})
@@ -89,8 +89,8 @@ class ProgressFile:
         Args:
             iteration: Number of the iteration.
             values: Measurements of the iteration, by name.
-            is_logged: Whether the log has a line about the iteration. It is then always written
-                here too.
+            is_logged: Whether the log prints the iteration. If so, its line is always written here
+                too.
         """
         now_s = time.monotonic()
         self._pending = {"iteration": iteration, **values}

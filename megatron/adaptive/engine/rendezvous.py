@@ -1,8 +1,8 @@
 """Connects the ranks that a launcher started to one key-value store, within a time limit.
 
-torch itself would wait without a limit if another program listens at the port and does not reply.
-It retries for minutes if a name does not resolve. Ranks with different ports would wait for each
-other forever.
+Without this module, torch would wait without a limit if another program listens at the port and
+does not reply. It would retry for minutes if a host name does not resolve. Ranks with different
+ports would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
     Args:
         environment: Settings of this rank, from environment variables.
-        timeout: Maximum time of later waits for other ranks.
+        timeout: Maximum time of each later wait for other ranks.
 
     Raises:
         SetupError: The limit on open files of this process is too low for this number of ranks.
@@ -100,7 +100,7 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
     Args:
         limit_s: Time limit in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Text of the error if the time limit has passed.
+        late: Text of the error that is raised when the time limit has passed.
 
     Raises:
         MeetingError: The time limit has passed. The function's thread continues until the process

@@ -16,8 +16,8 @@ Only training steps are recorded; an evaluation always has the same order. The f
      "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
      "steps": {"1": [0, 1], "2": [0, 1]}}
 
-If replicas are balanced by choosing the microbatches of each, the sums of gradients depend on that
-choice. Then a step has the index of an order for each rank of each replica, and ``dealt`` lists the
+If the load of replicas is balanced by assigning microbatches to them, the sums of gradients depend
+on the assignment. A step then has an index for each rank of each replica, and ``dealt`` lists the
 microbatches of each replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
@@ -44,25 +44,25 @@ _VERSION = 1
 _HINT = "name a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
-"""Order of one rank's actions in a step, as codes."""
+"""Codes of one rank's actions in a step, in the order they ran."""
 Shares = tuple[tuple[int, ...], ...]
 """Indices of the microbatches that each replica works on in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Contains the sizes that must be equal in two runs for one to replay the other.
+    """Contains the sizes that a run must share with the recorded run to replay it.
 
-    The number of microbatches is not included. It may change from step to step, and follows from
-    each order.
+    The number of microbatches is not included: it may change from step to step, and the length of
+    an order determines it.
 
     Attributes:
         ranks: Number of pipeline-parallel ranks.
         chunks: Number of chunks per rank.
-        placement: Kind of placement of the stages: ``loop`` or ``v``.
+        placement: Name of the stage placement, ``loop`` or ``v``.
         weight_pieces: Number of W actions per weight gradient; 0 if there are none.
-        replicas: Number of replicas if they are balanced by choosing the microbatches of each; 0 if
-            microbatches are assigned round-robin.
+        replicas: Number of replicas if their load is balanced by assigning microbatches to them; 0
+            if microbatches are assigned round-robin.
     """
 
     ranks: int
@@ -101,14 +101,14 @@ class ScheduleRecord:
     """Contains the orders of all ranks of a pipeline, for each recorded step.
 
     Args:
-        shape: Sizes of the pipeline that the record is for.
+        shape: Sizes of the recorded pipeline.
         source: Path of the record's file, for error messages.
     """
 
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Each different order once, so that equal orders share memory.
+        # Maps each order to its first equal tuple, so that equal orders share memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
@@ -131,7 +131,7 @@ class ScheduleRecord:
         )
 
     def drop_after(self, step: int) -> None:
-        """Removes the orders of all steps after ``step``."""
+        """Removes all steps after ``step``."""
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
@@ -251,22 +251,22 @@ class ScheduleRecord:
 
 
 class Recording:
-    """Records this rank's orders; at each call of :meth:`write`, the whole pipeline's are saved.
+    """Records the orders of this rank; :meth:`write` saves those of the whole pipeline.
 
     Args:
         path: Path of the file.
         shape: Sizes of the pipeline that the record is for.
         order_index: Index of this rank's order in the list of a step: its position in the pipeline,
             plus the number of ranks of earlier replicas. ``None`` if this rank records nothing.
-            That is so unless it is the first tensor- and context-parallel rank, and in the first
-            replica if only one replica is recorded.
+            Only the first tensor- and context-parallel rank of a stage records, in the first
+            replica or, if microbatches are balanced, in all replicas.
         is_writer: Whether this rank writes the file; True on the first rank of the group of
             :meth:`write`.
-        after_step: Last step before this start of the job. If it is not 0, an existing file is
-            continued after this step.
+        after_step: Number of the last step before this start of the job. If it is not 0 and the
+            file exists, its orders up to this step are kept.
 
     Raises:
-        ConfigError: The file to be continued is damaged, or is of a run with other sizes.
+        ConfigError: The existing file is damaged, or is from a run with other sizes.
     """
 
     def __init__(
@@ -331,13 +331,13 @@ class Replay:
     Args:
         record: Record of a run with the same sizes.
         shape: Sizes of this run.
-        order_index: Index of this rank's order in the list of a step, as in :class:`Recording`.
+        order_index: Index of this rank's order in the list of a step (see :class:`Recording`).
 
     Attributes:
         record: Record whose orders are followed.
 
     Raises:
-        ConfigError: The record is of a run with other sizes.
+        ConfigError: The record is from a run with other sizes.
     """
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, order_index: int) -> None:
@@ -354,7 +354,7 @@ class Replay:
     def policy(self, num_microbatches: int) -> Follow:
         """Returns a policy that follows the recorded order of the current step.
 
-        It counts as static, so the ranks of a decision group need not agree on actions.
+        The policy counts as static, so the ranks of a decision group need not agree on actions.
 
         Raises:
             ConfigError: The step is not recorded, or was recorded with another number of

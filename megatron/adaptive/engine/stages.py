@@ -8,8 +8,8 @@ separate actions (W), they are kept until then in the chunk's
 :class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
 
 :class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
-returns. It has the same arguments and result. The order of forward and backward passes is that of
-its ``Orders``.
+returns. It has the same arguments and result, but takes the order of the passes from its
+``Orders``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class GradientSync:
 
     All replicas must start their reductions in the same order. Under every schedule, the last
     backward passes (B) of a rank's chunks run in descending order of chunks, because each needs the
-    result of the next chunk's. But the last weight gradients (W), if they are separate, run in any
-    order. So the reduction of a chunk then waits for those of all later chunks.
+    result of the next chunk's B. But the last weight gradients (W), if they are separate actions,
+    run in any order. In this case, the reduction of a chunk waits for the reductions of all later
+    chunks.
 
     Args:
         config: Configuration of the chunks in megatron-core.
@@ -90,11 +91,11 @@ class GradientSync:
             self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
-        """Starts the reduction of a chunk's gradients, which its last W has completed.
+        """Starts the reduction of a chunk's gradients after its last W has completed them.
 
         Reductions start in descending order of chunks, so the reduction of this chunk may be
         delayed, or reductions of earlier chunks may follow. A chunk that only has a
-        ``no_sync_func`` is reduced here too, because no backward pass is left to do it.
+        ``no_sync_func`` is reduced here too, because no backward pass is left that could reduce it.
 
         Raises:
             ConfigError: A chunk has a ``no_sync_func`` but no function that reduces its gradients.
@@ -155,7 +156,7 @@ class MegatronStages(SplitStages):
         pp_rank: Position of this rank in the pipeline.
         num_microbatches: Number of microbatches of the step.
         groups: Process groups of megatron-core that the step uses.
-        meter: Meter that measures the size of activations in the first forward pass of each chunk.
+        meter: Meter of the size of each chunk's activations, measured in its first forward pass.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
         collect_non_loss_data: Argument of megatron-core's forward step, passed on.
         first_val_step: Argument of megatron-core's forward step, passed on.
@@ -163,10 +164,10 @@ class MegatronStages(SplitStages):
             if the backward pass computes weight gradients. Not used in an evaluation.
         loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
             this rank's number.
-        sizes: Size of each microbatch, relative to the one that ``meter`` has measured; ``None`` if
-            all are equal.
+        sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured;
+            ``None`` if all are equal.
         config: Configuration of the chunks in megatron-core.
-        reduced_losses: Results of the loss function for logging, one per microbatch.
+        reduced_losses: Values to log that the loss function returned, one per microbatch.
         num_tokens: Number of tokens over which the loss was computed, on the last stage.
     """
 
@@ -268,7 +269,7 @@ class MegatronStages(SplitStages):
         """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         After the last part of the last microbatch, the chunk's gradients are reduced over
-        data-parallel ranks, but not before those of all later chunks.
+        data-parallel ranks, once the reductions of all later chunks have started.
         """
         super().weights(chunk, microbatch, piece, pieces)
         if microbatch == self.num_microbatches - 1 and piece == pieces - 1:
@@ -317,7 +318,7 @@ class ForwardBackward:
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         self._measured_size = 0.0  # number of token positions in the measured microbatch.
-        # Mean size of a microbatch in the last step, divided by the measured one.
+        # Mean size of a microbatch in the last step, divided by the measured microbatch's size.
         self._mean_size = 1.0
 
     def __call__(
@@ -343,14 +344,14 @@ class ForwardBackward:
         """Runs one step. megatron-core documents the arguments that are not listed here.
 
         Args:
-            loss_parts: Number of microbatches of all replicas together, if replicas have different
-                numbers and the caller sums gradients over them instead of averaging.
+            loss_parts: Total number of microbatches in all replicas, by which the loss is divided.
+                ``None`` if replicas have equal numbers and the caller averages gradients over them.
             sizes: Number of token positions in each microbatch of this rank, ``None`` if all are
                 equal.
 
         Returns:
-            Results of ``loss_func`` for logging on the last stage, one per microbatch in ascending
-            order; an empty list on other stages.
+            Values to log that ``loss_func`` returned, one per microbatch in ascending order; an
+            empty list unless this is the last stage.
 
         Raises:
             ConfigError: The executor does not support an argument.
@@ -416,7 +417,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns the sizes divided by that of the microbatch whose activations were measured."""
+        """Returns the sizes relative to the microbatch whose activations were measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -425,7 +426,7 @@ class ForwardBackward:
         return relative
 
     def _run(self, stages: MegatronStages, sizes: Sequence[float] | None) -> None:
-        """Runs all actions of the step, and cleans up also after an error."""
+        """Runs all actions of the step, and cleans up even after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
         try:
@@ -456,7 +457,7 @@ class ForwardBackward:
         self.orders.use(candidate)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Returns the size in bytes of a mean microbatch's activations in each chunk.
+        """Returns the size in bytes of each chunk's activations for a microbatch of mean size.
 
         The sizes are 0 before the first microbatch.
         """

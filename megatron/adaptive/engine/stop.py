@@ -1,4 +1,4 @@
-"""Stops a run before its last iteration on a signal or time limit, at one iteration on all ranks.
+"""Stops a run early on a signal or a time limit, after the same iteration on all ranks.
 
 ::
 
@@ -37,8 +37,8 @@ class StopRequest:
     ``KeyboardInterrupt`` at once.
 
     Args:
-        limit_minutes: Time limit of the run in minutes, from the making of this object. The run
-            stops when the limit is over on any rank; ``None`` for no limit.
+        limit_minutes: Time limit of the run in minutes, counted from when this object is made. The
+            run stops when the limit has passed on any rank; ``None`` for no limit.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
@@ -76,7 +76,7 @@ class StopRequest:
 
         Args:
             group: Gloo group of all ranks, which nothing else uses between two calls; ``None`` for
-                a single process, which then needs no agreement.
+                a single process, which needs no agreement.
 
         Returns:
             True on every rank if any rank had a request before the previous call. After a first

@@ -1,16 +1,16 @@
-"""Traces iterations, the work around the actions of a step, and training loops of other programs.
+"""Traces iterations, work outside the actions of a step, and training loops of other programs.
 
 If tracing is off, and in iterations that are not traced, every call returns at once.
 
-megatron-core's own loop is timed from outside. Its ``forward_step_func`` is wrapped. The wrapper
-times the forward pass of each microbatch and registers a hook on the output. Autograd calls the
-hook when the backward pass of this output begins, and a callback when it has ended. Waits and
+megatron-core's own loop is timed from outside. A wrapper of its ``forward_step_func`` times the
+forward pass of each microbatch and registers a hook on the output. Autograd calls the hook when the
+backward pass of this output begins, and a callback when this backward pass has ended. Waits and
 messages between these passes are not traced::
 
     loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
                                     └─ output.register_hook
 
-If the loop itself computes a loss from the output, this is not part of the traced passes.
+If the loop itself computes a loss from the output, this computation is not traced.
 
 Training loops that do not use this package are recorded with torch.profiler (see
 :func:`record_trace`).
@@ -39,7 +39,7 @@ from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # this module imports megatron-core, which tracing another program does not need
+if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
     from megatron.adaptive.engine.expert_load import ExpertLoad
 
 _P = ParamSpec("_P")
@@ -58,7 +58,7 @@ class _Iteration:
 
 
 class _DeviceSpan(NamedTuple):
-    """Contains a span of work on the device, whose times may not be known yet."""
+    """Contains a span of work on the device. Its times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -78,8 +78,8 @@ class Tracing:
     Args:
         recorder: Recorder that stores spans; ``None`` if tracing is off.
         clock: Clock that makes marks on the device; ``None`` for the clock of the host.
-        sync: Thread and channels that compare this rank's clock with those of others. They are
-            closed with the trace.
+        sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
+            with the trace.
 
     Attributes:
         experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
@@ -104,11 +104,11 @@ class Tracing:
         self._unresolved: list[_DeviceSpan] = []
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
-        """Makes the recorder publish what this rank is doing, for other programs.
+        """Makes the recorder publish this rank's current activity, for other programs.
 
         Args:
-            snapshot: Function that returns what the rank is doing in the pipeline's step, as fields
-                of ``trace.status_files.Now``. It is called from another thread.
+            snapshot: Function that returns the rank's current activity in the pipeline's step, as
+                fields of ``trace.status_files.Now``. It is called from another thread.
         """
         if self.recorder is not None:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
@@ -209,7 +209,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Traces the block with the host's clock. It may also be used between two iterations."""
+        """Traces the block with the host's clock, also between two iterations."""
         start_ns = time.monotonic_ns()
         self._doing = kind
         try:
@@ -287,7 +287,7 @@ class OutsideTrace:
             self._doing = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank is doing in its step, as fields of ``trace.status_files.Now``."""
+        """Returns this rank's activity in its step, as fields of ``trace.status_files.Now``."""
         return {**self._doing, "done": list(self._done)} if self._doing else {}
 
     def _traced(self, function: Callable[..., Any], model: Any) -> Callable[..., Any]:
@@ -297,7 +297,8 @@ class OutsideTrace:
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            # Combined 1F1B only asks for the parts of a forward pass, and runs them itself.
+            # Combined 1F1B of megatron-core gives these arguments. It asks for the parts of a
+            # forward pass, and runs them itself.
             if plan:
                 return function(data_iterator, model, *more, **plan)
             chunk = chunk_of[id(model)]
@@ -346,15 +347,15 @@ def record_trace(
             is made if it is missing.
         model: Model whose forward and backward passes get names in the trace; ``None`` if the loop
             itself names them, as ``torch.distributed.pipelining`` and Megatron-LM do.
-        skip: Number of steps before the first recorded one, at least 1. In the last of them the
-            profiler warms up.
+        skip: Number of steps before the first recorded one, at least 1. The profiler warms up in
+            the last of these steps.
         steps: Number of steps to record.
 
     Yields:
         Function to call at the end of each step.
 
     Raises:
-        ConfigError: A number is below 1.
+        ConfigError: ``skip`` or ``steps`` is below 1.
         TraceError: The folder cannot be made.
     """
     if skip < 1 or steps < 1:
@@ -376,7 +377,7 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Names each forward and backward pass of a model with the range names that other loops use."""
+    """Gives each forward and backward pass of a model the profiler range names of other loops."""
     forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:

@@ -11,8 +11,8 @@ the input gradient. It keeps the tensors for the weight gradient in the chunk's
     W            store.run ──> call.weight_gradients ──> main_grad or grad
 
 Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including those of
-data-parallel wrappers. This module has the calls of torch's layers; the calls of megatron-core's
-layers are in :mod:`~megatron.adaptive.engine.deferred_layers`.
+data-parallel wrappers. This module describes the calls of torch's layers;
+:mod:`~megatron.adaptive.engine.deferred_layers` describes those of megatron-core's layers.
 
 Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split of the
 backward pass.
@@ -43,8 +43,8 @@ class LayerCall:
     """Computes the output, the input gradient and the weight gradients of one call of a layer.
 
     Attributes:
-        weight: Weight that the call uses. If several calls share it, their gradients are summed
-            first, as in autograd.
+        weight: Weight that the call uses. If several calls share the weight, their gradients are
+            summed before they are accumulated, as in autograd.
     """
 
     __slots__ = ()
@@ -83,7 +83,7 @@ class LinearCall(LayerCall):
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
         turned: Whether the weight is stored transposed.
-        dtype: Element type to compute in under autocast; ``None`` for the tensors' own type.
+        dtype: Element type in which to compute under autocast; ``None`` to keep the tensors' types.
     """
 
     weight: torch.nn.Parameter
@@ -130,8 +130,8 @@ class EmbeddingCall(LayerCall):
         padding_idx: Index of the padding row, which gets no gradient; -1 for none.
         scale_grad_by_freq: Whether to divide a row's gradient by the number of its occurrences, as
             in torch.
-        by_index: Whether to look up rows by indexing, because its backward pass is deterministic on
-            a GPU.
+        by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
+            GPU.
     """
 
     weight: torch.nn.Parameter
@@ -170,8 +170,8 @@ class EmbeddingCall(LayerCall):
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Adds a microbatch's gradient to ``main_grad`` if the parameter has it, else to ``grad``.
 
-    Autograd and megatron-core's hook would use the same tensor and the same operations, so the sums
-    are equal bit by bit.
+    Autograd and megatron-core's hook use the same tensor and the same operations, so the sums are
+    bit for bit the same as theirs.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -194,9 +194,8 @@ class _Task(NamedTuple):
 class _Backlog:
     """Lists the weight gradients of one microbatch that are still to be computed.
 
-    They are in the order in which the backward pass reached the layers.
-
-    A unit is the list of all tasks for one weight: usually one task, and several if several calls
+    They are in the order in which the backward pass reached the layers. A unit is the list of all
+    tasks for one weight: usually one task, and several if several calls
     share the weight.
     """
 
@@ -209,8 +208,8 @@ class _Backlog:
 def _run_unit(unit: Sequence[_Task]) -> None:
     """Computes the gradient of one weight for one microbatch.
 
-    First sums the parameter's gradients within the microbatch, then adds the sum to that of earlier
-    microbatches. Autograd adds in the same order.
+    First sums the weight's gradients within the microbatch, then adds this sum to the gradient of
+    earlier microbatches. Autograd adds in the same order.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
@@ -246,8 +245,8 @@ def uneven_pieces(
 ) -> tuple[deque[list[_Task]], list[int]]:
     """Divides units into groups (pieces) if their costs differ between ranks, as with experts.
 
-    Units that communicate must be in the same piece on all ranks. So these are divided first, by
-    their own costs, which are the same on all ranks. Then the other units fill up the pieces.
+    Units that communicate must be in the same piece on all ranks. So these units are divided first,
+    by their costs, which are equal on all ranks. Then the other units fill up the pieces.
 
     Returns:
         Units ordered by piece, and the number of units in each piece.
@@ -279,9 +278,9 @@ def uneven_pieces(
 class WeightGradientStore:
     """Keeps the tensors for one model chunk's deferred weight gradients, and computes them later.
 
-    Layers read :attr:`active` in their forward pass, and defer weight gradients only while it is
-    true. Only one thread may use a store at a time. Autograd's device threads belong to the thread
-    that started the backward pass.
+    Layers read :attr:`active` in their forward pass, and defer weight gradients only if it is true.
+    Only one thread may use a store at a time. Autograd's device threads belong to the thread that
+    started the backward pass.
     """
 
     def __init__(self) -> None:
@@ -293,8 +292,8 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Number of units in each piece of the last microbatch, with a key that identifies its
-        # layers and shapes. A later microbatch with an equal key reuses these numbers.
+        # Number of units in each piece of the last microbatch, with a key made from its layers and
+        # shapes. A later microbatch with an equal key is divided in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -306,22 +305,22 @@ class WeightGradientStore:
     def microbatch_bytes(self) -> int:
         """Returns the size in bytes of the tensors kept from B to W.
 
-        It is measured on the first collected microbatch, and 0 before.
+        The size is measured on the first collected microbatch; before that it is 0.
         """
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
         """Returns an empty tensor that requires a gradient but never gets one.
 
-        As an input of a call, it makes autograd run the call's backward pass even if the call's
-        other input requires no gradient.
+        A call that gets this tensor as an input has a backward pass, even if its other input
+        requires no gradient.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that collects the weight gradients to compute later for a microbatch.
+        """Returns a context that collects a microbatch's weight gradients, to compute them later.
 
         The microbatch's backward pass must run within the context.
 
@@ -342,7 +341,7 @@ class WeightGradientStore:
     def end(self, *, is_whole: bool) -> None:
         """Ends the context of :meth:`collect`, which calls this method.
 
-        After a failed backward pass, nothing is kept.
+        After a failed backward pass, it keeps nothing.
         """
         tasks = self._collected
         self._collected = None
@@ -360,7 +359,7 @@ class WeightGradientStore:
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for the weight gradient of a call. Allowed only within :meth:`collect`.
+        """Keeps the tensors for a call's weight gradient. Allowed only within :meth:`collect`.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
@@ -382,7 +381,7 @@ class WeightGradientStore:
         Args:
             microbatch: Index of the microbatch, ascending from call to call; its backward pass must
                 have run.
-            piece: Index of the part, ascending from 0 within the microbatch.
+            piece: Index of the part. Parts must be computed in ascending order from 0.
             pieces: Number of parts, the same for all parts of a microbatch.
 
         Raises:
@@ -481,7 +480,7 @@ class SplitStages:
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the tensors that B keeps for W.
 
-        It is measured at the first B, and 0 before.
+        The size is measured at the first B; before that it is 0.
         """
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
@@ -493,7 +492,7 @@ class SplitStages:
 
 
 class _Defer(torch.autograd.Function):
-    """Runs a call of a layer as an autograd function that hides the layer's parameters."""
+    """Runs a call of a layer as an autograd function that hides the parameters from autograd."""
 
     @staticmethod
     def forward(
@@ -512,8 +511,8 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         (gradient,) = gradients
-        # Detach inputs and gradient: otherwise they would keep the autograd graph before them alive
-        # until the weight gradient is computed. The gradient itself requires a gradient if it
+        # Detach the inputs and the gradient. Otherwise they would keep their autograd graph alive
+        # until the weight gradient is computed. The gradient requires a gradient itself if it
         # shares memory with an output, as in megatron-core's cross entropy.
         kept = gradient.detach() if gradient.requires_grad else gradient
         ctx.store.add(ctx.call, inputs.detach(), kept)
