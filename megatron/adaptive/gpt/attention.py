@@ -1,10 +1,10 @@
 """Computes attention of layers that megatron-core builds without Transformer Engine.
 
-megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
-support keys and values of different widths (latent attention) or parts of a sequence (context
-parallelism). Nor does it support several documents in a row, or a soft cap on scores. Where
-possible, this module uses a fused kernel of torch instead.
-:mod:`megatron.adaptive.config.attention` chooses the kernel.
+megatron-core's own attention computes and stores the scores of all pairs of tokens. It supports
+neither keys and values of different widths (latent attention), nor sequences divided among ranks
+(context parallelism), nor several documents in a row, nor a soft cap on scores. Where possible,
+this module uses a fused kernel of torch instead. :mod:`megatron.adaptive.config.attention` chooses
+the kernel.
 
 **Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
 2n-1-r, so that the compute cost of causal attention is equal on all ranks::
@@ -17,8 +17,8 @@ Keys and values are gathered from all ranks (all-gather) and sorted. The results
 a single rank. Ring attention would need less memory.
 
 **Packed documents.** One row contains several documents, and tokens attend only to tokens of the
-same document. This is computed by torch's kernel for packed rows (``varlen_attn``), or for one
-document after another. In both cases no scores between different documents are computed.
+same document. Torch's kernel for packed rows (``varlen_attn``) computes the row, or this module
+computes one document after another. Neither computes scores between different documents.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ with contextlib.suppress(ImportError):  # an older torch lacks it
 
 
 def has_packed_kernel() -> bool:
-    """Returns whether torch has a kernel for packed rows, with support for windows and a scale."""
+    """Returns whether torch has a kernel for packed rows that supports windows and a scale."""
     if varlen_attn is None:
         return False
     # Check the parameters, because the first version of the kernel had neither.
@@ -91,12 +91,12 @@ class LocalAttention(DotProductAttention):
 
     Args:
         config: megatron-core's configuration of the model.
-        k_channels: Width of a head's keys. It is ignored, because the tensors have that width.
+        k_channels: Width of a head's keys. Ignored, because the tensors show their width.
         v_channels: Width of a head's values, ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Settings by which the kernel is chosen. Each forward pass adds the properties of the
-            tensors.
+        case: Settings that decide which kernel is used. Each forward pass adds the properties of
+            its tensors.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class LocalAttention(DotProductAttention):
             attention_mask: Mask ``[b, 1, s, s] bool``, True where a token must not attend. None for
                 causal attention. Ignored with a sliding window or context parallelism, for which
                 this class makes the mask.
-            *more: Further arguments of megatron-core's attention.
-            packed_seq_params: Documents of a packed row.
+            *more: Further arguments of megatron-core's attention. packed_seq_params: Documents of a
+                packed row.
             **options: Further arguments of megatron-core's attention.
 
         Returns:
@@ -251,7 +251,7 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers the parts of a sequence from all ranks in order; sums their gradients later."""
+        """Gathers a sequence's parts from all ranks in order; backward, sums their gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
@@ -298,7 +298,7 @@ class LocalAttention(DotProductAttention):
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
     def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
-        """Selects the random generator for dropout of split tensors, like megatron-core."""
+        """Selects the generator for dropout in tensors split over ranks, like megatron-core."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
@@ -343,10 +343,10 @@ class LocalAttention(DotProductAttention):
 
 
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hook that applies a soft cap: limits a tensor to the range from ``-cap`` to ``cap``.
+    """Applies a soft cap to a tensor: limits it smoothly to the range from ``-cap`` to ``cap``.
 
-    As a forward pre-hook it changes the first input of a module, and as a forward hook the first
-    output.
+    The function is a module hook. As a forward pre-hook it changes the first input of the module,
+    and as a forward hook the first output.
 
     Args:
         cap: Limit, above 0.
@@ -359,14 +359,14 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or for context parallelism; a key of the cache.
+    """Describes a mask for a sliding window or context parallelism; it is the mask cache's key.
 
     Attributes:
         queries: Number of queries.
         keys: Number of keys.
         device: Device on which the mask is stored.
-        window: Numbers of earlier and later tokens that a token attends to, None for all earlier
-            tokens.
+        window: Two numbers: how many earlier and how many later tokens a token attends to. None for
+            all earlier tokens.
         rank: Index of this rank among those that share a sequence (context parallelism).
     """
 
@@ -398,8 +398,8 @@ def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-# The masks are cached, so that all layers and microbatches share them: each is kept in memory until
-# the backward pass. Only a few are cached, because a mask for long sequences is large.
+# Masks stay in memory until the backward pass, so they are cached, and all layers and microbatches
+# share them. Only a few are cached, because the mask of a long sequence is large.
 
 
 @functools.lru_cache(maxsize=2)

@@ -90,17 +90,16 @@ from megatron.adaptive.schedule.stage_placement import Placement
 class KeyedInit:
     """Initializes weights with random numbers that depend only on seed and position in the model.
 
-    A model then has the same initial weights however it is divided among ranks. This class is used
+    A model then has the same initial weights however it is divided among ranks. The class is used
     if megatron-core initializes whole matrices on the CPU and gives each rank its part. The seed of
     a weight is derived from its layer (or "outside" of all layers) and its index within the layer.
 
     Args:
         seed: Seed of the run.
-        first_outside: Number of the model's weights outside of layers that are initialized before
-            those of this chunk.
+        first_outside: Number of weights outside of layers that earlier chunks of the model have.
 
     Attributes:
-        count: Number of weights of the current layer that were initialized so far.
+        count: Number of weights in the current layer that were initialized so far.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
@@ -113,17 +112,17 @@ class KeyedInit:
         return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Treats weights initialized from now on as those of transformer layer ``layer``."""
+        """Seeds weights initialized from now on as weights of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Treats weights initialized from now on as those outside of transformer layers."""
+        """Seeds weights initialized from now on as weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
-        """Treats weights initialized in the ``with`` block as those of this rank's experts.
+        """Seeds weights initialized in the ``with`` block as weights of this rank's experts.
 
         Weights of experts on other ranks are counted too, so that each expert has its own seeds.
         """
@@ -166,7 +165,8 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # megatron-core 0.17 and later count the layers of multi-token prediction on their own.
+        # megatron-core 0.17 and later number the layers of multi-token prediction separately, from
+        # 1.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
@@ -198,9 +198,9 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):
 class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
-    Also keeps the experts' linear layers from communicating, because the token dispatcher does so
-    already. megatron-core's layers communicate if one rank has all experts, and then cannot add a
-    bias.
+    Also stops the experts' linear layers from communicating, because the token dispatcher already
+    does it. If one rank has all experts, megatron-core's layers would communicate, and could not
+    add a bias.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     model = config.model
     parallel = config.parallel
     precision = config.precision
-    # A CPU has no fused kernels, and torch.compile takes longer there than it saves.
+    # A CPU has no fused kernels, and there torch.compile takes more time than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -272,7 +272,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
-    """Returns the settings for a configuration class of megatron-core that the user changed.
+    """Returns the user's non-default settings that a configuration class of megatron-core has.
 
     Args:
         config: Settings of the run.
@@ -282,7 +282,7 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
     settings = {}
     for field in dataclasses.fields(kind):
         value = chosen.get(field.name, field.default)
-        # A default that is not a literal, such as float("inf"), is known to the class alone.
+        # Only the class knows a default that is not a literal, such as float("inf").
         if value is None or value == field.default or field.name not in chosen:
             continue
         if field.type is torch.dtype:
@@ -333,7 +333,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Whether the feed-forward block is gated, and its activation function, by name of the setting."""
+"""Maps each value of the activation setting to whether the block is gated, and its function."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -377,7 +377,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
     """
-    # Clear the global tracker, which may still have the number of layers of an earlier model.
+    # Clear the global tracker, which may still have the layer count of an earlier model.
     get_moe_layer_wise_logging_tracker().clear()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
@@ -403,7 +403,7 @@ def build_chunks(
 def wrap(
     config: TrainerConfig, core: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Puts megatron-core's data-parallel wrapper around each of this rank's chunks."""
+    """Wraps each of this rank's chunks in megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     precision = config.precision
     settings = checked(
@@ -473,7 +473,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
-        # The embedding of the prediction layers on this stage is the output matrix too.
+        # The prediction layers' embedding on this stage is also the output matrix, so the output
+        # layer needs no weight of its own.
         built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
@@ -484,7 +485,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns megatron-core's spec of the multi-token prediction layers, ``None`` without them."""
+    """Returns megatron-core's spec of multi-token prediction layers, ``None`` if there are none."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -576,7 +577,7 @@ def fuse_adam(inner: Any) -> None:
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
     """Returns megatron-core's scheduler of learning rate and weight decay.
 
-    Its lengths, such as the warm-up, are numbers of samples.
+    The warm-up and other lengths are given to it as numbers of samples.
     """
     settings = config.optimizer
     batch = config.batch.global_batch_size
@@ -622,18 +623,18 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
     multiplied by 2, because the other weights have no gradients.
 
-    Only matrix products are counted, of the experts that process a token, and of attention scores
-    that are not masked. Recomputation, the optimizer, the lookup of embeddings and the adapters
-    themselves are not counted.
+    Only matrix products are counted. Experts count only if they process the token, and attention
+    scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
+    the adapters themselves are not counted.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
-    in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
-    scores; Megatron-LM's ``num_floating_point_operations`` counts the causal half, as here.
+    in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all attention scores;
+    this function counts the causal half, like Megatron-LM's ``num_floating_point_operations``.
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and take
-            the number from it.
+        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and
+            derive the number from it.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -646,7 +647,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Returns the compute cost of each stage, as an equivalent number of layers without experts.
+    """Returns the compute cost of each stage, in units of one layer without experts.
 
     Counts the operations of the stage's layers and, on the last stage, of the logits. Memory
     traffic of the embedding and the loss is not included.
@@ -705,7 +706,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer, and the number of rows of the embedding with padding rows.
+    """Returns the run's tokenizer, and the embedding's number of rows, including padding rows.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.

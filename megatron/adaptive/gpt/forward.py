@@ -7,13 +7,13 @@ to which an invertible hash function is applied::
            step        microbatch   layer       lane
 
 Layer 0 is the embedding. Transformer layers are numbered from 1 through the whole model, and
-embeddings of multi-token prediction downwards from the largest number. The lane is the random
-generator: lane 0 is for tensors that are equal on all tensor-parallel ranks, and lane 1 + i for
-split tensors on the i-th of these ranks. A GPT model without experts uses no other generators.
+embeddings of multi-token prediction downwards from the largest number. The lane identifies the
+random generator: lane 0 is for tensors that are equal on all tensor-parallel ranks, and lane 1 + i
+for split tensors on tensor-parallel rank i. A GPT model without experts uses no other generators.
 
 The hash function is needed because a CPU generator uses only the lower half of its seed. It must be
-invertible for recomputation. megatron-core then restores the generators to their state before the
-layer's forward pass, while another microbatch is the current one. The original microbatch is
+invertible because of recomputation: megatron-core then restores the generators' state from before
+the layer's forward pass, but another microbatch is the current one. So the original microbatch is
 computed from the generator's seed.
 """
 
@@ -47,7 +47,7 @@ TOKEN_NAME = "next token"
 
 
 def feed(microbatches: Sequence[Microbatch] | None, count: int) -> Iterator[Microbatch | None]:
-    """Returns an iterator over a step's microbatches, each ``None`` on a rank without data."""
+    """Iterates over a step's microbatches, or yields ``None`` for each on a rank without data."""
     if microbatches is None:
         return itertools.repeat(None, count)
     return map(microbatches.__getitem__, range(count))
@@ -121,7 +121,8 @@ class NextToken:
         """Returns a loss of 0, and the token with the largest logit after the text.
 
         Args:
-            per_token: Whether losses are computed per token, which changes the form of the result.
+            per_token: Whether losses are averaged per token, in which case the result has another
+                form.
             logits: Logits ``[b, s, vocabulary / tp]``.
         """
         row = logits[0, self._position].float().contiguous()
@@ -192,7 +193,7 @@ class DropoutKeys:
 
     Args:
         seed: Seed of the run.
-        enabled: Whether the model has dropout. If it has not, all methods do nothing.
+        enabled: Whether the model has dropout. If false, all methods do nothing.
     """
 
     def __init__(self, seed: int, *, enabled: bool) -> None:
@@ -247,7 +248,7 @@ class DropoutKeys:
                 each chunk's microbatches in ascending order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
             step: Number of the iteration, which becomes part of the seed.
-            numbers: Index over all replicas of each microbatch, ``None`` if microbatches are
+            numbers: Index of each microbatch over all replicas, ``None`` if microbatches are
                 assigned to replicas round-robin.
         """
         if not self._enabled:
@@ -285,7 +286,7 @@ class DropoutKeys:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
         # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
-        # split tensors. During recomputation, the lane is the only sign of this.
+        # split tensors. During recomputation, only the lane shows which generator is in use.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -300,13 +301,14 @@ class DropoutKeys:
         Must be fast, because it is called once per layer and forward pass.
 
         Args:
-            key: Step, microbatch and layer as bits of the seed; the bits of the lane are 0.
+            key: Number that encodes step, microbatch and layer, with 0 in the bits of the lane.
             lane: Lane of the current generator.
         """
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Make a new tensor each time, because recomputation keeps and restores the previous ones.
+        # Make a new state tensor each time, because recomputation keeps and restores the previous
+        # ones.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 

@@ -1,4 +1,4 @@
-"""Grouped matrices of experts without Transformer Engine, which megatron-core has until 0.16.
+"""Computes experts in grouped matrices without Transformer Engine, for megatron-core up to 0.16.
 
 Later releases compute experts in grouped matrices with Transformer Engine only.
 """
@@ -23,7 +23,7 @@ def check() -> None:
     """Raises an error if grouped experts cannot be computed without Transformer Engine.
 
     Raises:
-        ConfigError: The release of megatron-core does not have them, or the package grouped_gemm
+        ConfigError: The release of megatron-core does not support it, or the package grouped_gemm
             is not installed.
     """
     if _GroupedMLP is None:
@@ -45,8 +45,8 @@ def check() -> None:
 class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
     """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
 
-    megatron-core initializes the weights of all local experts as one matrix. They then depend on
-    the expert- and tensor-parallel sizes, so this class replaces them.
+    megatron-core initializes the weights of all local experts as one matrix. The weights would then
+    depend on the expert- and tensor-parallel sizes, so this class initializes each expert itself.
     """
 
     def __init__(
@@ -83,4 +83,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Class to build instead of megatron-core's, empty if megatron-core has none."""
+"""Maps megatron-core's class to the class to build instead; empty if the release lacks it."""

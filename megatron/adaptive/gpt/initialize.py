@@ -35,7 +35,7 @@ from megatron.adaptive.gpt.model_placement import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Job):
-    """Holds the context of a process in a job that trains a GPT model.
+    """Represents a process in a job that trains a GPT model.
 
     Attributes:
         config: Settings of the run.
@@ -50,7 +50,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes the log: only the last of the ranks that have the loss does.
+        """Returns whether this rank writes the log, as only the last rank that has the loss does.
 
         If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
         """
@@ -58,7 +58,8 @@ class TrainingJob(Job):
             return self.environment.rank == self.environment.world_size - 1
         placement = placement_of(self.config)
         pp_rank, _ = placement.locate(placement.num_stages - 1)
-        # Ranks are numbered by pipeline rank first, so those of a pipeline rank are consecutive.
+        # Global ranks are ordered by pipeline rank first, so all ranks of a pipeline rank are
+        # consecutive.
         per_position = self.environment.world_size // placement.num_ranks
         return self.environment.rank == (pp_rank + 1) * per_position - 1
 
@@ -138,7 +139,7 @@ def set_up_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Replaces megatron-core's process groups after a change of settings, and seeds again.
+    """Replaces megatron-core's process groups and seeds again, after a change of settings.
 
     Collective over all ranks, between two steps. The former ``mesh_groups`` of ``job`` are
     destroyed, so no object may use them any more. Other process groups stay.

@@ -2,8 +2,8 @@
 
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
 parallelism nor weights that are stored minus one. Its transformer layers cannot normalize the
-outputs of attention and feed-forward blocks, and all have the same rotary base. This module adds
-these features, and ``attention.py`` those of attention.
+outputs of attention and feed-forward blocks, and they all have the same rotary base. This module
+adds these features; ``attention.py`` adds those of attention.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
-    # Correct a flag of megatron-core, which is True even if Transformer Engine is not installed.
+    # Correct this flag of megatron-core, which is True even if Transformer Engine is not installed.
     multi_latent_attention.HAVE_TE = False
     # Define a name that the router reads, but imports only if Transformer Engine is installed.
     moe_utils.te_general_gemm = None
@@ -86,7 +86,7 @@ class LocalLatentAttention(MLASelfAttention):
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
     the rest. All heads share the rotary part of the keys, so its gradient must be summed over the
-    heads of all ranks. megatron-core does so only if each rank computes the whole vector.
+    heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +105,7 @@ class LocalLatentAttention(MLASelfAttention):
 
 
 def norm_of(config: TransformerConfig) -> Any:
-    """Returns the class of normalization layers outside of transformer layers, such as the last.
+    """Returns the class for normalization layers outside of transformer layers.
 
     If apex is installed, megatron-core uses the class from apex for every model, but that class
     does not support RMSNorm.
@@ -169,7 +169,7 @@ class GroupRouter(TopKRouter):
 
 
 class _GroupChoice:
-    """Chooses experts; has the interface of megatron-core's class that replays earlier choices."""
+    """Chooses experts, in place of megatron-core's class that replays earlier choices."""
 
     def __init__(self, best: int) -> None:
         self._best = best
@@ -193,10 +193,10 @@ class _GroupChoice:
 class VariedLayer(TransformerLayer):
     """A transformer layer with three optional features that megatron-core does not have.
 
-    With ``parallel_residual``, the input of the layer is the input of both attention and
-    feed-forward block, whose outputs are added to the residual as usual. With
-    ``norm_block_outputs``, the outputs of both are normalized before they are added.
-    ``window_rotary_base`` is a separate rotary base for layers with a sliding window.
+    With ``parallel_residual``, both attention and the feed-forward block take the layer's input,
+    and their outputs are added to the residual as usual. With ``norm_block_outputs``, both outputs
+    are normalized before they are added. ``window_rotary_base`` is a separate rotary base for
+    layers with a sliding window.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +239,7 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Hook that normalizes a block's output, after adding the bias that the block left out."""
+    """Adds the bias that a block returned separately, and normalizes the sum; used as a hook."""
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
 

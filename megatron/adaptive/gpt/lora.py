@@ -1,8 +1,8 @@
 """Trains adapters (LoRA) of the frozen linear layers of megatron-core's GPT model.
 
 An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
-may combine several layers of the Hugging Face model, its parts, such as query, key and value. Each
-part has its own pair of matrices, and all pairs are stored in two tensors::
+may combine several layers of the Hugging Face model, such as query, key and value. They are called
+its parts. Each part has its own pair of matrices, and two tensors store all pairs::
 
     a  [n * rank, in]   matrices A of n parts, stacked
     b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
@@ -11,9 +11,9 @@ part has its own pair of matrices, and all pairs are stored in two tensors::
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole
 
 Tensor-parallel ranks exchange only ``z``, which has ``n * rank`` columns. If the backward pass is
-split, the computation of weight gradients is deferred to the W actions, as for other layers. These
-actions compute no others, because frozen layers have no weight gradients. No tensor before the
-first adapter requires a gradient, so the backward pass ends there.
+split, the adapters' weight gradients are computed by W actions, as for other layers. Frozen layers
+have no weight gradients. No tensor before the first adapter requires a gradient, so the backward
+pass ends there.
 
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
 """
@@ -47,10 +47,10 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text in the names of adapters in checkpoints, which no other names contain."""
+"""Text that only the names of adapters contain in a checkpoint."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-# Functions that communicate between the two matrices. The keys say whether the layer is
-# row-parallel, and whether sequences are split (sequence parallelism).
+# Maps a layer's parallelism to the functions that communicate between its two matrices. Keys:
+# whether the layer is row-parallel, and whether sequences are split (sequence parallelism).
 _JOINS = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -65,8 +65,8 @@ class _PartsCall(LayerCall):
 
     Attributes:
         weight: Parameter ``b [out, rank]``.
-        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows of a
-            part without adapter contain only 0.
+        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows that
+            belong to a part without an adapter contain only 0.
     """
 
     weight: torch.nn.Parameter
@@ -136,7 +136,8 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # Makes megatron-core sum gradients over ranks, which each cover a part of a sequence.
+            # Makes megatron-core sum gradients over the ranks, each of which sees a part of a
+            # sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
         rows = torch.zeros(out, dtype=torch.long)
@@ -147,7 +148,7 @@ class Adapter(Deferring, torch.nn.Module):
         self.register_buffer("row_parts", row_parts, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the term to add to the layer's output for an input after normalization."""
+        """Returns the term to add to the layer's output, computed from the normalized input."""
         if self.dropout and self.training:
             # Ranks with different columns of the input need different random numbers.
             is_divided = self.is_row and not self.is_split
@@ -165,7 +166,7 @@ class Adapter(Deferring, torch.nn.Module):
         return call.output(hidden)
 
     def sharded(self, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """Returns the weights, with offsets in the tensors of the whole model, for a checkpoint."""
+        """Returns the weights for a checkpoint, with their offsets in the whole model's tensors."""
         weights: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -182,7 +183,7 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns the index of the part that each row of a layer's weight on this rank belongs to.
+    """Returns, for each row of a layer's weight on this rank, the index of the row's part.
 
     Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
     """
@@ -243,7 +244,7 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             kind: type = type(linear)
             linear.__class__ = _adapted(kind)
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # Make the embedding's output require a gradient: without it, megatron-core's recomputation
+        # Make the embedding's output require a gradient. Otherwise, megatron-core's recomputation
         # of a layer computes no gradients for the adapters.
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())

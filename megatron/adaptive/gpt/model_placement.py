@@ -1,8 +1,9 @@
 """Assigns the layers of megatron-core's GPT model to ranks, for placements it does not support.
 
-**Placements.** megatron-core places stages round-robin (loop). It takes layer numbers, which decide
-names in checkpoints and initial weights, from the layout in its configuration. A V-shaped placement
-therefore needs only another layout. The code that builds the model marks the first and last stage.
+**Placements.** megatron-core places stages round-robin (loop). It derives the layer numbers from
+the layout in its configuration; they determine names in checkpoints and initial weights. So a
+V-shaped placement needs only another layout. The code that builds the model marks the first and
+last stage.
 
 **Tied embeddings.** The first stage looks tokens up in the embedding, and the last stage uses the
 embedding as output matrix. If these stages are on different ranks, megatron-core makes a copy for
@@ -14,10 +15,10 @@ first rank::
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-The group then has one rank, and this module does between the chunks what megatron-core does between
-ranks: it copies the initial weights, and sums the gradients of both copies. The copies remain two
-parameters, each in the gradient buffer of its own chunk. The reduction of one chunk over
-data-parallel ranks therefore does not wait for the other chunk.
+The group of this embedding then has one rank, and this module does between the chunks what
+megatron-core does between ranks: it copies the initial weights, and sums the gradients of both
+copies. The copies remain two parameters, each in the gradient buffer of its chunk. So the
+data-parallel reduction of one chunk does not wait for the other chunk.
 
 **Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
 differ, this module sets megatron-core's process groups itself::
@@ -88,7 +89,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
-        # Restore the pipeline order: megatron-core's class assigns the stages round-robin.
+        # megatron-core's class assigns the stages round-robin; the next lines restore the pipeline
+        # order.
         super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
         places = [in_loop.locate(stage) for stage in range(placement.num_stages)]
@@ -165,7 +167,7 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns a function with which megatron-core makes the embedding group of a pipeline.
+    """Returns the function by which megatron-core selects a pipeline's embedding group.
 
     The function takes the global ranks of a pipeline. It returns those with the
     first stage, the last stage or multi-token prediction, which have copies of the embedding.
@@ -173,8 +175,8 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # Leave out the last stage if its output matrix is separate: megatron-core would sum the
-        # gradient of that matrix too.
+        # Leave out the last stage if its output matrix is separate. Otherwise megatron-core would
+        # add up the gradient of that matrix too.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -213,8 +215,8 @@ def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
     """Sets the gradients of both copies of an embedding to their sum, if this rank has both.
 
     Must be called after the data-parallel reduction. With the distributed optimizer, only a part of
-    the gradients is valid on a rank then. It is the same part of both copies, because megatron-core
-    puts each copy in a separate bucket.
+    the gradients is valid on a rank after the reduction. It is the same part for both copies,
+    because megatron-core puts each copy in a separate bucket.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
@@ -240,10 +242,10 @@ def finalize_gradients(
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
-        num_tokens: Number of tokens in the loss on the rank of the last stage, 0 on others.
-            Gradients are divided by the sum over all ranks. ``None`` to not divide them.
-            megatron-core would take the number from the last pipeline rank, which need not have the
-            last stage.
+        num_tokens: Number of tokens in the loss on a rank of the last stage, 0 on other ranks.
+            Gradients are divided by the sum of these numbers over all ranks. ``None`` to leave
+            gradients undivided. megatron-core would take the number from the last pipeline rank,
+            which need not have the last stage.
         pg_collection: Process groups, ``None`` for megatron-core's global ones.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
         widths: Number of ranks of each stage if the numbers differ, else ``None``.
@@ -361,7 +363,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns this rank's copy of a tied embedding, ``None`` without one."""
+    """Returns this rank's copy of a tied embedding, ``None`` if it has none."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

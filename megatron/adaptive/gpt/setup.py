@@ -48,7 +48,7 @@ from megatron.adaptive.profiling.free_memory import total_host_bytes
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Assumed length of the shortest microbatches relative to the mean, for the size of buffers."""
+"""Assumed length of the shortest microbatches, relative to the mean, to choose buffer sizes."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
@@ -80,7 +80,7 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's order of actions among those of a recorded step."""
+    """Returns the index of this rank's order of actions in the list of a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
         return pp_rank  # all replicas run actions in the same order
@@ -119,7 +119,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Holds the datasets of a run, and the numbers of samples that it uses.
+    """Holds the datasets of a run, and how many samples the run takes from them.
 
     Attributes:
         iterations: Number of iterations of the whole training run.
@@ -143,13 +143,12 @@ class Run:
     """Holds all parts of a run that is ready for its first step.
 
     Attributes:
-        job: Settings of the run, and rank and process groups of this process.
-        placement: Assignment of stages to pipeline ranks.
+        job: x Assignment of stages to pipeline ranks.
         chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
         core: megatron-core's configuration of the model, shared by the chunks.
         optimizer: megatron-core's optimizer.
         scheduler: megatron-core's scheduler of learning rate and weight decay.
-        samples: Datasets and numbers of samples.
+        samples: Datasets, and how many samples the run takes from them.
         forward_backward: Function that runs the forward and backward passes of a step, with this
             program's executor or with megatron-core's schedule.
         wiring: Executor and its channels to other ranks, ``None`` with megatron-core's schedule.
@@ -309,7 +308,7 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Use the replicas of this rank's stage: if stages are unequal, others have other numbers.
+        # Use the number of replicas of this rank's stage, because other stages may have another.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -330,12 +329,12 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
     """
     if config.data.num_workers is not None:
         return config.data.num_workers
-    # Ranks on CPUs leave no processor free, so reader processes would only slow them down.
+    # Ranks that compute on CPUs leave no core free, so reader processes would slow them down.
     return 2 if is_cuda else 0
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Returns the settings that decide how samples are combined to microbatches."""
+    """Returns the settings that decide how samples are combined into microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -365,7 +364,7 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 def passes_predictions(config: TrainerConfig) -> bool:
     """Returns whether multi-token prediction is on an earlier stage than the last.
 
-    Its hidden states are then sent on to the last stage.
+    If so, its hidden states are sent on to the last stage.
     """
     return config.mtp_stage not in (None, config.num_stages - 1)
 
@@ -380,7 +379,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     config = job.config
     run = config.run
     data = config.data
-    # All ranks need the documents if lengths vary, because lengths decide the microbatches.
+    # All ranks need the data if lengths vary, because the lengths decide how microbatches are made.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
@@ -425,8 +424,8 @@ def _connect_chunks(
 ) -> None:
     """Adds functions of the chunks and the optimizer to megatron-core's configuration.
 
-    megatron-core's schedule and the executor call them to scale losses and to start or delay the
-    communication of gradients and parameters. Also enables megatron-core's timers.
+    megatron-core's schedule and the executor call these functions to scale losses and to start or
+    delay the communication of gradients and parameters. Also enables megatron-core's timers.
     """
     parallel = config.parallel
     timing = config.logging

@@ -40,9 +40,9 @@ class StepResult:
         updated: Whether the parameters were updated. False if gradients overflowed in fp16.
         grad_norm: L2 norm of all gradients before clipping, ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
-        bubble_fraction: Fraction of the step in which the pipeline's ranks were idle, ``None`` at
-            iterations that are not logged.
-        curves: Values only for TensorBoard, by tag, on ranks of the last stage.
+        bubble_fraction: Fraction of the step's time in which the pipeline's ranks were idle,
+            ``None`` at iterations that are not logged.
+        curves: Values logged only to TensorBoard, by tag, on ranks of the last stage.
     """
 
     losses: dict[str, float]
@@ -162,14 +162,14 @@ class Step:
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
         """Continues a text by greedy decoding, with the most probable token each time. Collective.
 
-        This is slow, and meant for a look at the model: for each new token, all replicas process
-        the whole text again.
+        This is slow and only meant for inspecting the model: for each new token, all replicas
+        process the whole text again.
 
         Args:
             tokens: Tokens of the text, at least one.
             count: Number of tokens to add. The sequence length limits it.
-            num_microbatches: Number of copies of the text per step, as some schedules need several
-                microbatches.
+            num_microbatches: Number of microbatches per step, each a copy of the text, because some
+                schedules need several.
 
         Returns:
             The new tokens, on all ranks.
@@ -246,10 +246,10 @@ class Step:
         )
 
     def _finish_step(self, iteration: int) -> float | None:
-        """Ends the step's trace, and returns the fraction of the step in which ranks were idle.
+        """Ends the step's trace, and returns the fraction of its time in which ranks were idle.
 
-        The fraction is computed only at logged iterations, because it needs an all-reduce. At
-        others, ``None`` is returned.
+        The fraction is computed only at logged iterations, because it needs an all-reduce. At other
+        iterations, the method returns ``None``.
         """
         run = self._run
         if run.wiring is None:
@@ -285,7 +285,7 @@ class Step:
         if not reported:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
-        # Each entry is a sum and a number of tokens if losses are computed per token, else a mean.
+        # Each entry is a mean, or, if losses are computed per token, a sum and a number of tokens.
         replicas = parallel_state.get_data_parallel_world_size()
         if total.dim() > 1:
             mean = total.sum(dim=0)
@@ -304,7 +304,7 @@ class Step:
         All microbatches have equal weights, even if they have different numbers of tokens, as in
         Megatron-LM.
         """
-        # Remove the values even if they are not used: they may be those of an earlier model.
+        # Remove the values even if they are not used, because they may come from an earlier model.
         sums = MTPLossLoggingHelper.tracker.pop("values", None)
         if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
@@ -328,8 +328,7 @@ class Step:
 
         Returns:
             Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The latter
-            is empty without ``--moe-per-layer-logging``. Both are empty on other stages than the
-            last.
+            is empty without ``--moe-per-layer-logging``. Both are empty except on the last stage.
         """
         run = self._run
         names = self._balancing
@@ -383,7 +382,7 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 def gather_parameters(run: Run) -> None:
     """Gathers the updated parameters now, instead of in the next forward pass.
 
-    Needed before parameters are read, with ``--overlap-param-gather``. Collective over all ranks.
+    With ``--overlap-param-gather``, call this before reading parameters. Collective over all ranks.
     """
     if run.job.config.parallel.overlap_param_gather:
         chunk: Any  # megatron-core's wrapper, which declares no types
@@ -394,9 +393,9 @@ def gather_parameters(run: Run) -> None:
 def counted_parameters(
     run: Run, chunk: torch.nn.Module
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
-    """Yields the parameters of a chunk that this rank contributes to a sum over all ranks.
+    """Yields the parameters of a chunk, for a sum over all ranks that counts each parameter once.
 
-    If each rank adds ``value / copies``, each parameter of the model is counted once in the sum.
+    Each rank must add ``value / copies`` for each parameter that it gets.
 
     Args:
         run: Run that the chunk belongs to.
@@ -407,11 +406,11 @@ def counted_parameters(
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # parameters of all replicas but the first are marked as shared
+        replicas = 1  # parameters on all replicas but the first are marked as shared
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
-        if not getattr(parameter, "allreduce", True):  # an expert, of which fewer ranks have a copy
+        if not getattr(parameter, "allreduce", True):  # fewer ranks have a copy of an expert
             yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
         elif (
             getattr(parameter, "tensor_model_parallel", False)
@@ -433,9 +432,9 @@ def params_norm(run: Run) -> float:
 
 
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
-"""Pattern of megatron-core's error for a gradient that is not finite, a plain RuntimeError."""
+"""Pattern of the RuntimeError that megatron-core raises for a gradient that is not finite."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Text of torch's error if a CPU has no memory left, a plain RuntimeError."""
+"""Text of the RuntimeError that torch raises if a CPU has no memory left."""
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
