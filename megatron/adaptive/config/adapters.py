@@ -1,4 +1,4 @@
-"""Finds the settings of ``--load-hf`` and ``--load-lora``, and the linear layers with adapters.
+"""Derives settings from ``--load-hf`` and ``--load-lora``; finds linear layers that get adapters.
 
 ``--load-hf`` names a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
 adapters (LoRA) that the library PEFT wrote.
@@ -23,7 +23,7 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys of PEFT's file that do not change what adapters compute, or that other code here reads.
+# Keys of PEFT's file that do not affect the adapters' results, or that other functions here read.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
@@ -40,7 +40,8 @@ _SIZES = frozenset(
     """.split()
 )
 _LONGEST_PATTERN = 1000
-# Finds nested repetitions such as (a*)*: matching them may take exponential time, so refuse them.
+# Matches nested repetitions such as (a*)*. Patterns with these are refused, because matching them
+# may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
 # Values of init_lora_weights with which PEFT leaves the weights of the model itself unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -132,7 +133,7 @@ class Base:
     """Describes the model for which adapters are trained (the base model).
 
     Attributes:
-        family: Family of the model in ``transformers``, whose names adapters have.
+        family: Family of the model in ``transformers``. Adapters use its module names.
         layers: Number of the model's transformer layers.
     """
 
@@ -149,10 +150,11 @@ def base_of(config: TrainerConfig) -> Base:
 
 
 def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -> Family:
-    """Returns the family whose module names adapters have.
+    """Returns the family whose module names the adapters use.
 
     Args:
-        folder: Value of ``--load-hf``; without it names are Llama's, or DeepSeek's.
+        folder: Value of ``--load-hf``. If it is ``None``, adapters use the names of Llama or, with
+            latent attention, of DeepSeek.
         hf_family: Value of ``--hf-family``.
         is_latent: Whether the model has latent attention.
     """
@@ -162,7 +164,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Describes the model of settings that have not been checked yet."""
+    """Describes the model to which settings belong; they need not have been checked yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),
@@ -205,7 +207,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the names of the linear layers that get adapters, found in the same way as in PEFT.
+    """Returns the names of the linear layers that get adapters, by the same rules as PEFT.
 
     Args:
         modules: Value of ``target_modules``: a list of names, ``all-linear``, or a regular

@@ -31,7 +31,7 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# Settings of which at most one may be given, because both together would repeat or contradict.
+# Settings that exclude each other, because together they would be redundant or contradictory.
 _EXCLUSIVE = """\
 fp16 excludes bf16 | parameters have one type
 train_iters excludes train_samples | the length of the run is counted in one unit
@@ -74,8 +74,8 @@ class Recipe(NamedTuple):
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     """Returns the flags of each group, by the group's title.
 
-    A flag is a tuple of its spelling, its default and its help text. Groups and flags are in the
-    order in which they are defined.
+    Each flag is a tuple of spelling, default and help text. Groups and flags are in the order in
+    which they are defined.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
@@ -96,7 +96,7 @@ def parse(
     installed: Installed | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> TrainerConfig:
-    """Parses and checks a command line.
+    """Parses the trainer's command line and checks the settings.
 
     Args:
         argv: Command line arguments without the program's name.
@@ -105,8 +105,8 @@ def parse(
             user's flags to their own. Otherwise a repeated flag is an error.
         needs_data: Whether the flags for data and for the tokenizer's files are required.
         installed: Optional packages that are installed; ``None`` looks them up.
-        settings: Values of settings whose flags are absent, by the names of their fields; ``None``
-            for none.
+        settings: Values to use for settings whose flags are absent, by the names of their fields;
+            ``None`` for none.
 
     Returns:
         Settings of the run, which have passed all checks of ``flag_checks.py``.
@@ -182,8 +182,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
-        # Drop the recipe's settings of the model, because the folder describes the model. An
-        # argument that contradicts the folder is refused later.
+        # The folder describes the model, so drop the recipe's settings of the model. An argument
+        # that contradicts the folder is refused later.
         of_model = model_settings((overriding | settings).get("hf_family"))
         settings = {field: settings[field] for field in settings.keys() - of_model}
     settings |= overriding
@@ -214,7 +214,7 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in a part of a recipe, by the name of each setting's field."""
+    """Returns the settings in a part of a recipe, by the names of their fields."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
         # If a flag such as --no-x turns a setting off, "no_x: true" means that the setting is off.
@@ -252,7 +252,7 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns those flags of a command line, with their values, that belong to some groups.
+    """Returns the flags of a command line that belong to the given groups, with their values.
 
     Args:
         argv: Command line of the trainer.
@@ -314,7 +314,7 @@ def _is_active(name: str) -> bool:
 
 
 def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Returns the name of each flag's field, by every spelling of the flag."""
+    """Maps every spelling of each flag to the name of the flag's field."""
     return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
@@ -357,7 +357,7 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _accepted(settings: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> dict[str, Any]:
-    """Returns settings in the types of their fields.
+    """Converts settings to the types of their fields.
 
     Raises:
         ConfigError: A value is invalid; the message names its flag.

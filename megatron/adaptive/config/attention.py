@@ -1,11 +1,11 @@
-"""Chooses how the trainer's own layers compute attention: with scores in memory, or by a kernel.
+"""Chooses how the trainer's own layers compute attention: with stored scores or a fused kernel.
 
 Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers for
 each layer and microbatch. A fused kernel only keeps its inputs, its output and one number for each
 token and head. The choice depends on plain values only, so that the planner, which does not import
 torch, can make the same choice to predict memory use.
 
-What the kernels of torch support, from torch 2.6 on ("8.0" is a compute capability):
+Support in the kernels of torch, from torch 2.6 on ("8.0" is a compute capability):
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 _HALF = ("bfloat16", "float16")
 _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
-"""Largest head width at which the flash kernel has a backward pass on every GPU.
+"""Largest head width for which the flash kernel has a backward pass on every GPU.
 
 For larger heads torch may use another kernel, which does not support grouped queries.
 """
@@ -65,8 +65,8 @@ class Mask(enum.Enum):
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
         WINDOW: The token itself and a fixed number of the tokens just before it.
-        GIVEN: Tokens that an explicit mask tensor selects, for rows of several documents or if a
-            rank has only a part of the sequence.
+        GIVEN: Tokens that an explicit mask tensor selects. It is used for rows of several
+            documents, or if a rank has only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -76,15 +76,14 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Describes everything on which the choice of a kernel depends.
+    """Describes everything that decides which kernel is used.
 
     Attributes:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
         mask: Tokens to which a token may attend.
-        is_packed: Whether a row consists of several documents and there is no mask tensor that
-            separates them.
+        is_packed: Whether a row consists of several documents that no mask tensor separates.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
         has_dropout: Whether dropout is applied to attention probabilities in this forward pass.
@@ -119,7 +118,7 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Use a kernel on a CPU only on request: without it results equal megatron-core's exactly.
+        # Use a fused kernel on a CPU only on request: other results equal megatron-core's exactly.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES

@@ -19,12 +19,12 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises :class:`ConfigError`, and accepts no abbreviated options.
 
     Args:
-        complain: Function that makes the text of an error from argparse's message. By default the
+        complain: Function that turns argparse's message into the text of an error. By default the
             text consists of the command's name, the message and the option with the most similar
             name.
         otherwise: Text that ends an error message if no option has a similar name.
-        prog: Name of the program in help texts and messages; ``None`` for that of the process.
-        usage: Text of the usage line; ``None`` makes it from the arguments.
+        prog: Name of the program in help texts and messages; ``None`` for the name of the process.
+        usage: Text of the usage line; ``None`` to derive it from the arguments.
         description: Text above the list of arguments.
         epilog: Text below the list of arguments.
         formatter_class: Class that lays out the help text.
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Raises an error with argparse's message and a hint; overrides argparse's method.
+        """Raises an error with argparse's message and a hint, instead of ending the process.
 
         Raises:
             ConfigError: This method always raises it.
@@ -109,7 +109,7 @@ LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each flag by its name; of a repeated flag, the last values."""
+    """Returns the values of each flag, by its name; for a repeated flag, the last values."""
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:
@@ -122,7 +122,7 @@ def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Returns those flags, with their values, for whose names ``is_wanted`` returns true."""
+    """Returns the flags whose names ``is_wanted`` accepts, with their values."""
     kept = []
     keeping = is_wanted("")
     for argument in argv:
@@ -134,5 +134,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns a flag's value in an unparsed command line; of a repeated flag, the last value."""
+    """Returns a flag's value in an unparsed command line; for a repeated flag, the last value."""
     return next(iter(flags_in(argv).get(flag, ())), None)

@@ -182,7 +182,7 @@ class BatchConfig:
     )
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Returns all global batch sizes that the run goes through, in ascending order."""
+        """Returns all global batch sizes that the run uses, in ascending order."""
         if self.rampup_batch_size is None:
             return (self.global_batch_size,)
         start, increment, _ = self.rampup_batch_size

@@ -5,8 +5,8 @@ variables; other modules get the values as an :class:`Environment`. ``train elas
 flags to a user's own script. It therefore passes its instructions, a :class:`JobOrder`, in a single
 variable.
 
-Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh
-they are sent by standard input, and on Slurm ``sbatch`` passes them on. Files, pages, logs and
+Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
+secrets are sent through standard input; on Slurm, ``sbatch`` passes them on. Files, pages, logs and
 command lines show :data:`MASK` in place of a secret.
 """
 
@@ -45,7 +45,7 @@ _EVERYWHERE = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
-"""Prefixes of those variables of ``conf.sh`` that are passed on to all processes.
+"""Prefixes of the variables in ``conf.sh`` that are passed on to all processes.
 
 Worker nodes receive them in the master's reply, Slurm jobs in a settings file. Neither contains
 secret values.
@@ -91,7 +91,7 @@ def _is_secret_flag(name: str) -> bool:
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides secrets in a command line: in flags, in variables, and user names in URLs."""
+    """Hides secrets in a command line: in flags, in variables and in URLs."""
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
@@ -107,7 +107,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Hides secrets in a command line that is a single text; changes nothing if there are none."""
+    """Hides secrets in a command line given as a single text."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -141,12 +141,12 @@ class Environment:
         socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``); ``None`` if not set.
         has_agent_store: Whether the launcher, not rank 0, serves the rendezvous store
             (``TORCHELASTIC_USE_AGENT_STORE``).
-        copies: Setting of ``train elastic`` for copies of the training state in memory
+        copies: Setting of ``train elastic`` for in-memory copies of the training state
             (``MEGATRON_ADAPTIVE_COPIES``); ``None`` for no copies.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``),
             otherwise ``None``.
-        lease: Number of the lease that gives this job of ``train elastic`` the right to write to
-            the checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
+        lease: Number of the lease by which this job of ``train elastic`` may write to the
+            checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
         job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), the text of a :class:`JobOrder`; otherwise ``None``.
         meeting_s: Time limit in seconds for all ranks to connect to each other at the start
@@ -194,7 +194,8 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list, one number per nesting depth. Use the outermost, the first.
+                # OpenMP allows a list with a number per nesting level. Use the first, for the
+                # outermost level.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -206,7 +207,8 @@ class Environment:
                     f"environment variable {name} is set to {source[name]} but {other} is not: "
                     f"both are needed; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these. Then assume that there is only one node.
+        # Launchers other than torchrun may not set these variables. In that case, assume a single
+        # node.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -224,7 +226,8 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces. Take the first: stages communicate over only one.
+            # gloo accepts a list of interfaces. Take the first, because stages communicate over
+            # only one.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -237,7 +240,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Holds which optional packages are installed, because some settings need them.
+    """Records which optional packages are installed, because some settings need them.
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
@@ -284,7 +287,7 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of open files and connections of a single rank, with a margin (105 were measured)."""
+"""Number of open files and connections of a job's only rank, with a margin (105 were measured)."""
 _FILES_OF_PEER = 24
 """Number of additional files and connections for each further rank in a process group.
 
@@ -295,13 +298,13 @@ _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Raises this process's limit on open files, if a rank may need more.
+    """Increases this process's limit on open files, if a rank may need more files.
 
     Args:
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: The hard limit of the system is below the number that a rank may need.
+        SetupError: The system's hard limit is below the number of files that a rank may need.
     """
     needed = _FILES_OF_RANK + _FILES_OF_PEER * (min(world_size, _GROUP) - 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -382,9 +385,9 @@ class JobOrder:
         checkpoints: Folder in which checkpoints are saved, and from which training resumes.
         progress: Folder of the progress file for this layout.
         model: Path of the file with measurements of the model.
-        epoch: Number of this layout, counted from the start of the job.
-        signature: Signature of the model and the settings for which this layout was planned. Empty
-            if nothing is planned yet, so that the ranks must first measure the model.
+        epoch: Number of this layout, counted over the layouts that the job has had.
+        signature: Hash of the model and the settings for which this layout was planned. Empty if
+            nothing is planned yet, so that the ranks must first measure the model.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
@@ -402,7 +405,7 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Returns these instructions as JSON, the value of the environment variable."""
+        """Returns these instructions as JSON, to be the value of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -193,7 +193,7 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Use the effective values: None if all stages have the same size, 1 for a single chunk.
+    # Use the effective values: None if all stages have equally many ranks, 1 for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -241,7 +241,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
 
 def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
-    """Raises an error unless the world size is a multiple of the product of some parallel sizes."""
+    """Raises an error unless the world size is a multiple of the product of ``sizes``."""
     unit = math.prod(sizes.values())
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -314,7 +314,7 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
 
 
 def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the number of ranks over which experts are distributed."""
+    """Yields checks of the number of ranks that share the experts."""
     parallel = config.parallel
     spread = parallel.expert_model_parallel_size
     tensor = parallel.expert_tensor_parallel_size
@@ -378,7 +378,7 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the groups of microbatches that an interleaved schedule runs in turn."""
+    """Yields checks of the size of the microbatch groups that an interleaved schedule runs."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return

@@ -1,4 +1,4 @@
-"""Checks settings against tables, whose lines say what settings need, exclude or limit.
+"""Checks settings against tables of rules: which settings need, exclude or limit others.
 
 A line (a rule) consists of terms, a verb, further terms, and an optional reason for the message::
 
@@ -35,7 +35,8 @@ _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 def order_rules(schedule: str) -> str:
     """Returns the table of rules about schedules.
 
-    It is used by this package's trainer, and if a user's Megatron-LM uses the pipeline engine.
+    This package's trainer uses the table, and so does a user's Megatron-LM with the pipeline
+    engine.
 
     Args:
         schedule: Value of ``--pipeline-schedule``, which may name a user's own schedule.
@@ -94,7 +95,7 @@ _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 class GivenFlags:
     """Checks settings against rules, and shows settings as flags in messages.
 
-    Each setting is an attribute with the text of its flag: ``lr`` is ``--lr 0.1``.
+    Each setting is an attribute whose value is the flag's text: ``flags.lr`` is ``--lr 0.1``.
 
     Args:
         values: Value of each setting, by name.
@@ -135,7 +136,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns how numbers break a rule with ``within`` or ``divides``; empty if they do not."""
+        """Returns how numbers break a ``within`` or ``divides`` rule; empty if they do not."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -165,7 +166,7 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the present value of a term's setting for a message; empty if it has no value."""
+        """Returns the value of a term's setting, as text for a message; empty if it has none."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
@@ -189,7 +190,7 @@ class _Rule(NamedTuple):
         left: Term before the verb, such as ``fp16+loss_scale``.
         verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule, which error messages give; may be empty.
+        reason: Reason for the rule, which error messages quote; may be empty.
     """
 
     left: str

@@ -1,7 +1,7 @@
 """Makes command line flags from dataclass fields.
 
-This module defines the metadata of a flag and types with bounds, and converts text to values. It
-deliberately contains no particular flag, and no check that involves two flags.
+This module defines a flag's metadata and types with bounds, and converts text to values. Particular
+flags, and checks that involve two flags, are deliberately in other modules.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def required(
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
-    """Declares a boolean dataclass field. Its flag takes no value, and inverts the default.
+    """Declares a boolean dataclass field, whose flag takes no value and inverts the default.
 
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
@@ -163,7 +163,7 @@ def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str,
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass; call it only in the ``__post_init__`` of that class."""
+    """Sets a field of a frozen dataclass. Only the class's ``__post_init__`` may call it."""
     object.__setattr__(config, name, value)
 
 
@@ -301,7 +301,8 @@ class FieldSpec:
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # If the field has a reader, the whole tuple is one argument, such as 4-4-4 or a,b.
+            # If the field has a reader, a single argument holds the whole tuple, such as 4-4-4 or
+            # a,b.
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
@@ -322,7 +323,7 @@ class FieldSpec:
     def accept(self, value: Any) -> Any:
         """Converts a value from a source other than the command line to this field's type.
 
-        A whole number becomes a float if the field is one, but no number is cut or rounded.
+        A whole number becomes a float if the field is a float, but no number is rounded.
 
         Raises:
             ValueError: The value has another type or is invalid; the message gives the reason.
@@ -346,7 +347,7 @@ class FieldSpec:
         return value
 
     def words_of(self, value: Any) -> list[str]:
-        """Returns the flag with a value, as words of a command line; no number is rounded."""
+        """Returns the flag with a value, as arguments of a command line; no number is rounded."""
         if self.is_switch:
             return [] if bool(value) == (self.default is True) else [self.name]
         if isinstance(value, tuple):

@@ -1,7 +1,7 @@
 """Reads the ``config.json`` of a Hugging Face model into settings of the trainer.
 
-The model's family (``config/families``) knows the keys. The planner also accepts models that the
-trainer cannot build; for the trainer :func:`load_config` refuses them.
+The model's family (``config/families``) defines the keys. The planner also accepts models that the
+trainer cannot build; :func:`load_config`, which the trainer calls, refuses them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HuggingFaceModel(NamedTuple):
 
 
 def is_config(document: Any) -> bool:
-    """Returns whether the content of a JSON file is that of a Hugging Face ``config.json``."""
+    """Returns whether a JSON document is the ``config.json`` of a Hugging Face model."""
     return isinstance(document, dict) and "model_type" in document and "format" not in document
 
 
@@ -70,7 +70,8 @@ def read_settings(
         ConfigError: The architecture is unknown or not supported, or a key is missing.
     """
     with _expected_kinds(where):
-        # If a model also takes images or sound, use only the part of the file about its text model.
+        # If the model also takes images or sound, use only the part of the file that describes its
+        # text model.
         text = _text_part(document)
         config: Mapping[str, Any] = document if text is None else text
         family = family_of({"model_type": document["model_type"], **config}, where, hf_family)
@@ -105,7 +106,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f" {family.nearest}"
             )
         family.check(document, settings, str(path))
-        # transformers does not save layers for multi-token prediction.
+        # A folder that transformers saved has no layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -113,7 +114,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings of the text part if the model takes more than text, else ``None``."""
+    """Returns the text model's settings if the model also takes other input, else ``None``."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
@@ -148,7 +149,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors, which values of a wrong type cause, to an error for the user."""
+    """Converts Python errors that values of a wrong type cause to an error for the user."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

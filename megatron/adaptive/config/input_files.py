@@ -1,7 +1,7 @@
 """Opens files and parses JSON within limits, and makes text from other sources safe to print.
 
 Files, sockets and environment variables may contain any bytes, and a path may name a device or a
-pipe. Therefore all code opens a user's file by :func:`open_file`, and parses JSON by
+pipe. Therefore all code opens users' files with :func:`open_file`, and parses JSON with
 :func:`parse_json`. Text for a terminal, a spreadsheet or a page is made safe by :func:`printable`.
 """
 
@@ -65,7 +65,7 @@ def require_file(path: str | Path) -> int:
     """
     try:
         status = os.stat(path)
-    except ValueError:  # the name contains a NUL character, for instance
+    except ValueError:  # for instance, the name contains a NUL character
         raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
     return _require_regular(status, path)
 
@@ -128,8 +128,8 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
         strict: Whether numbers must be finite and integers must fit 64 bits. If false, NaN is
             allowed (for example as a loss), and integers that are too large for a float become
             infinite.
-        once: Whether a key that occurs twice in an object is an error; used for files that people
-            write.
+        once: Whether a key that occurs twice in an object is an error, as it is in files that
+            people write.
 
     Raises:
         ValueError: The text is not JSON, or exceeds a limit; the message is one line.
@@ -220,7 +220,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`, with errors as in :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`; raises errors like :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -256,8 +256,8 @@ def say(text: str, *, lines: bool = False) -> None:
 
     Args:
         text: Text of the message.
-        lines: Whether line ends in the text are printed as such, as in the drawing of a schedule.
-            If false, they are escaped.
+        lines: Whether to print line ends in the text as line ends, as for the drawing of a
+            schedule. If false, they are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -277,7 +277,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
     Args:
         lines: Texts of the cells, line by line.
-        left: Number of columns that are aligned left, counted from the first column. The others are
+        left: Number of columns, counted from the first, to align left. The other columns are
             aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

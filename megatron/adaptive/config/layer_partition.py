@@ -1,4 +1,4 @@
-"""Distributes layers over pipeline stages by Megatron-LM's flags, and checks the result.
+"""Divides layers among pipeline stages as Megatron-LM's flags say, and checks the result.
 
 All layers for multi-token prediction (MTP) are on one stage, by default the last, after all
 transformer layers. Their stage needs the word embedding, like the first stage.
@@ -36,7 +36,7 @@ _UNEVEN = (
 
 
 def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Sets the number of chunks and the partition, if other flags of Megatron-LM determine them.
+    """Sets the number of chunks and the layers per stage, if Megatron-LM's flags determine them.
 
     Args:
         values: Values of the flags that the user gave, by the name of the setting; changed in
@@ -90,7 +90,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
 
 
 def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Returns the number of chunks per pipeline rank, from the number of layers per chunk.
+    """Computes the number of chunks per pipeline rank from the number of layers per chunk.
 
     Raises:
         ConfigError: The layers cannot be divided evenly into such chunks.
@@ -183,12 +183,12 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
 
 
 def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers and stages: a condition that is true for an error, and its message.
+    """Yields checks of layers and stages: each a condition that is an error if true, and a message.
 
     Args:
         config: Settings of the run.
-        flags: Object with the same attribute names. Each attribute is the setting as written on the
-            command line, for use in error messages.
+        flags: Object with one attribute per setting: the setting's flag as written on the command
+            line, for error messages.
     """
     model = config.model
     layers = model.num_layers

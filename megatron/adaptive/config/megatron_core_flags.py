@@ -1,8 +1,8 @@
 """Makes flags from the settings of the installed megatron-core.
 
 This module parses the source of megatron-core's configuration classes, because importing these
-classes would import torch. Every setting becomes a flag, with four exceptions. Another dataclass of
-this package already has the setting, the trainer itself sets it (``_OWN``),
+classes would import torch. Every setting becomes a flag, unless one of four exceptions applies:
+another dataclass of this package already has the setting, the trainer itself sets it (``_OWN``),
 ``unsupported_flags.py`` refuses the flag, or a value of its type cannot be given on the command
 line. Flags have the same names as in Megatron-LM. megatron-core checks that these settings fit each
 other.
@@ -27,7 +27,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
-# megatron-core's texts say so in words. Without a value the flag is simply not given.
+# Matches how megatron-core's texts state these defaults. The sentence is removed, because such a
+# flag is simply not given.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -74,7 +75,8 @@ _NAMES = {
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
 }
-# Defaults and choices of Megatron-LM's command line that differ from megatron-core's classes.
+# Defaults and choices on Megatron-LM's command line that differ from those in megatron-core's
+# classes.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -96,7 +98,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses which layers are of a kind: every n-th layer, or a list such as ``([1]*3+[0])*2``.
+    """Parses which layers are of some kind: a number n (every n-th), or ``([1]*3+[0])*2``.
 
     Returns:
         The number n, or a list with a number per layer.
@@ -161,8 +163,8 @@ class _Setting:
 
 def _settings() -> Iterator[_Setting]:
     """Yields all fields of the installed megatron-core's configuration classes."""
-    # Look for the folder on the paths of the package megatron. find_spec("megatron.core.x") would
-    # import megatron.core.
+    # Search the paths of the package megatron, because find_spec("megatron.core.x") would import
+    # megatron.core.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -187,7 +189,8 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Evaluate only the names, because other parts of the metadata may not be literals.
+            # Evaluate only the flag's names, because other parts of the metadata may not be
+            # literals.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):

@@ -218,7 +218,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; if queries are not grouped, the number of query heads."""
+        """Number of key and value heads; equals that of query heads unless queries are grouped."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 

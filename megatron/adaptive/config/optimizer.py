@@ -28,8 +28,8 @@ _NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpo
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    The lengths in the learning rate schedule are numbers of iterations with ``--train-iters``, and
-    numbers of samples with ``--train-samples``. The flags for the other unit are not used.
+    With ``--train-iters``, the lengths in the learning rate schedule are numbers of iterations;
+    with ``--train-samples``, numbers of samples. Flags for the other unit are not used.
     """
 
     optimizer: str = flag(

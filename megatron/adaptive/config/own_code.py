@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def import_object(path: str, subject: str) -> Any:
-    """Imports ``package.module:name``; also looks in the current working directory.
+    """Imports ``package.module:name``; also searches the current working directory.
 
     Args:
         path: Name of the module and of the object in it, as the user wrote it.
@@ -62,7 +62,7 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
         subject: Kind of object for error messages, such as ``schedule``.
 
     Returns:
-        The object; ``None`` if the name contains no colon and is not that of an entry point.
+        The object; ``None`` if the name contains no colon and no entry point has this name.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.

@@ -106,8 +106,8 @@ class ParallelConfig:
         """Number of data-parallel replicas, which work on different samples.
 
         If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
-        A step then has a multiple of this number of microbatches, so that all ranks of a stage run
-        equally many.
+        In this case, the number of microbatches per step is a multiple of it, so that all ranks of
+        a stage run equally many.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -132,7 +132,7 @@ class ParallelConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Number of chunks per rank as Megatron-LM takes it: ``None`` for a single chunk."""
+        """Number of chunks per rank in Megatron-LM's form: ``None`` for a single chunk."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property
@@ -144,14 +144,14 @@ class ParallelConfig:
 AUTO = "auto"
 PINNED = "pinned"
 TRANSPORTS = tuple(BUILT_IN)
-"""Values of ``--transport`` that select the same transport of this package for all pairs."""
+"""Values of ``--transport`` that select one of this package's transports for all pairs of ranks."""
 
 MOST_SLOTS = 64
 _LEAST_SLOT_BYTES = 4096
 
 
 def _is_own_transport(name: str) -> bool:
-    """Returns whether a transport is a user's own, that is, not part of this package.
+    """Returns whether a transport is a user's own, not one of this package.
 
     Raises:
         ValueError: There is no transport of this name, or it cannot be imported.

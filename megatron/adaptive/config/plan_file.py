@@ -1,8 +1,8 @@
 """Reads plan files, in which the planner writes its decisions about a run as JSON.
 
-``docs/plan.md`` describes their schema. A plan is first converted to variables of ``conf.sh``, and
-these are converted to flags of the trainer. The launcher and the trainer both use this code, so a
-plan has the same effect in both.
+``docs/plan.md`` describes their schema. This module converts a plan to variables of ``conf.sh``,
+and these to flags of the trainer. The launcher and the trainer both use this code, so a plan has
+the same effect in both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SETTINGS = (
     "overlap_grad_reduce",
     "sequence_parallel",
 )
-"""Keys of a plan that become variables of ``conf.sh`` with the same name in capitals."""
+"""Keys of a plan that become ``conf.sh`` variables of the same name in capitals."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -55,7 +55,7 @@ FLAGS = {
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
 }
-"""Trainer flag for each variable of ``conf.sh`` whose value becomes the value of a flag."""
+"""Maps each ``conf.sh`` variable to the trainer flag that takes its value."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -64,7 +64,7 @@ _SWITCH_FLAGS = {
 
 
 def load_plan(path: Path) -> Any:
-    """Reads a plan file as JSON, but does not check it against the schema."""
+    """Reads a plan file as JSON, without checking it against the schema."""
     return read_json(path, "name a plan file, see docs/plan.md")
 
 
@@ -82,7 +82,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Converts those variables of ``conf.sh`` that a plan may set to flags of the trainer.
+    """Converts the variables of ``conf.sh`` that a plan may set to flags of the trainer.
 
     Args:
         values: Value of each variable by name, as text or as a number or boolean. A variable that
@@ -185,8 +185,8 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
         world_size: Number of processes of the job.
 
     Returns:
-        The command line without ``--plan``, but with the plan's flags. A flag that was given and is
-        also in the plan, with the same value, is not repeated.
+        The command line with the plan's flags instead of ``--plan``. A flag of the plan that was
+        also given with the same value is not repeated.
 
     Raises:
         ConfigError: The plan cannot be read, contradicts a flag, or needs another number of

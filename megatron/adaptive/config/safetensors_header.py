@@ -5,8 +5,8 @@ Layout of the file, and content of its JSON header::
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Tensors follow each other without gaps, from the end of the header to the end of the file. A file is
-therefore damaged if its tensors overlap, or if it has bytes that belong to no tensor.
+Tensors follow each other without gaps, from the end of the header to the end of the file. So a file
+is damaged if tensors overlap, or if bytes belong to no tensor.
 
 Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -51,7 +51,7 @@ BITS: Mapping[str, int] = {
 }
 """Number of bits per element of a tensor, by the code of its data type."""
 
-_LONGEST = 100_000_000  # largest size of a header in bytes, as the format defines it
+_LONGEST = 100_000_000  # largest size of a header in bytes that the format allows
 _RESTORE = "copy it again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64

@@ -27,7 +27,7 @@ BALANCED = ("off", "lengths", "speed", "both")
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Returns how stages are assigned to ranks if ``--pipeline-placement`` is not given.
+    """Returns the default of ``--pipeline-placement``: how stages are assigned to ranks.
 
     Args:
         schedule: Value of ``--pipeline-schedule``.
@@ -103,7 +103,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage if the first or last rank has a different number.
+    """Returns the number of layers per stage, with a given number on the first or last rank.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
 
@@ -113,8 +113,8 @@ def uneven_split(
         num_chunks: Number of stages per rank.
         first: Number of layers on the first rank; ``None`` for the same number as on inner ranks.
         last: Number of layers on the last rank; ``None`` for the same number as on inner ranks.
-        embedding: Whether the embedding takes the place of a layer in the first stage.
-        loss: Whether the loss takes the place of a layer in the last stage.
+        embedding: Whether the embedding counts as a layer of the first stage.
+        loss: Whether the loss counts as a layer of the last stage.
 
     Raises:
         ValueError: The remaining layers cannot be divided evenly.
@@ -166,7 +166,7 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether a schedule is a user's own, that is, not part of this package.
+    """Returns whether a schedule is a user's own, not one of this package.
 
     Raises:
         ValueError: There is no schedule of this name, or it cannot be imported.
@@ -334,8 +334,8 @@ class ScheduleConfig:
         """Returns whether the next iteration of training is recorded in the trace.
 
         Args:
-            iterations_done: Number of iterations that this process has finished since it started,
-                without those before a loaded checkpoint.
+            iterations_done: Number of iterations that this process has finished since it started.
+                Iterations before a loaded checkpoint do not count.
         """
         if self.trace_dir is None or iterations_done % self.trace_interval != 0:
             return False

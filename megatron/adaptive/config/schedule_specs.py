@@ -45,7 +45,7 @@ class ScheduleSpec:
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
             are kinds of their own.
         chunks: Number of model chunks (virtual stages) that each rank must have.
-        placements: Supported ways to assign stages to ranks, with the default first: ``loop``
+        placements: Supported assignments of stages to ranks, the default first: ``loop``
             (round-robin) or ``v`` (from the first rank to the last, and back).
         prefers_v: Whether two chunks per rank are placed in a V by default.
         splits_backward: Whether weight gradients are computed by separate actions, not within the
@@ -55,19 +55,20 @@ class ScheduleSpec:
         keeps_all: Whether all, or nearly all, forward passes run before the first backward pass, so
             that their activations are kept at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether the number of microbatches must be a multiple of a group size.
+        groups_microbatches: Whether the schedule runs microbatches in groups, so that their number
+            must be a multiple of the group size.
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
             group size.
         recomputes: Whether the schedule repeats forward passes, and so needs full recomputation.
-        microbatches_per_rank: A step must have at least this number of microbatches for each
-            pipeline rank; 0 if there is no such limit.
-        is_hint: Whether the schedule ``hinted`` may follow this one as far as inputs have arrived.
+        microbatches_per_rank: Minimum number of microbatches per step, divided by the number of
+            pipeline ranks; 0 for no minimum.
+        is_hint: Whether the schedule ``hinted`` may use this schedule's order as its preference.
         is_auto_candidate: Whether the schedule ``auto`` tries this one.
         planned: Whether the planner considers the schedule: always (``by default``), only if the
             user names it (``on request``), or never (``no``).
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``; empty if there is
             none.
-        is_selectable: Whether users can select the schedule. It is false for the one that only
+        is_selectable: Whether users can select the schedule; false for the schedule that only
             evaluation uses.
     """
 
@@ -93,7 +94,7 @@ class ScheduleSpec:
 
     @property
     def is_rule(self) -> bool:
-        """Whether each rank chooses its next action at run time, as also with ``auto``."""
+        """Whether each rank chooses its next action at run time. This includes ``auto``."""
         return self.kind in ("rule", "auto")
 
     @property
@@ -103,7 +104,7 @@ class ScheduleSpec:
 
     @property
     def default_placement(self) -> PlacementKind:
-        """Placement of stages with two chunks per rank, unless the user gives another placement."""
+        """Default placement of stages for two chunks per rank."""
         return "v" if self.prefers_v or self.is_v_only else "loop"
 
     @property
@@ -113,12 +114,12 @@ class ScheduleSpec:
 
     @property
     def most_chunks(self) -> int | None:
-        """Largest number of model chunks per rank that is supported; ``None`` for no limit."""
+        """Largest number of chunks per rank that the schedule supports; ``None`` for no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule is a user's own, that is, not part of this package."""
+        """Whether the schedule is a user's own, not one of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
@@ -305,7 +306,7 @@ def selectable_names(
 
     Args:
         matches: Function that takes a schedule's description, and returns whether to include it.
-        also: Further names to include, of schedules that are not part of this package.
+        also: Names of schedules outside this package to add to the result.
     """
     specs = [spec for spec in _TABLE if spec.is_selectable]
     specs += [schedule_spec(name) for name in also if name not in BUILT_IN]

@@ -67,7 +67,7 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
     Args:
         text: Number followed by its unit.
         unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: Name of the value in error messages: file and key, or command line option.
+        name: Name of the value for error messages: file and key, or command line option.
         zero: Whether 0 is allowed.
 
     Raises:
@@ -180,7 +180,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # Shorten the value: by aliases, a small YAML file may contain a list a million times.
+        # Shorten the value, because aliases let a small YAML file contain a list a million times.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
     if isinstance(value, list):
@@ -194,7 +194,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns what a value itself, without its entries, must be but is not; empty if valid."""
+    """Returns the requirement that a value breaks, apart from its entries; empty if valid."""
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

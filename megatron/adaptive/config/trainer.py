@@ -1,4 +1,4 @@
-"""Combines all settings of a run in one object, and saves them to and from checkpoints."""
+"""Combines all settings of a run in one object, and converts them for checkpoints."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TrainerConfig:
 
     @property
     def mtp_stage(self) -> int | None:
-        """Index of the stage with the layers for multi-token prediction; ``None`` without them."""
+        """Index of the stage with the multi-token prediction layers; ``None`` if there are none."""
         if self.model.mtp_num_layers is None:
             return None
         layout = self.schedule.pipeline_model_parallel_layout
@@ -92,15 +92,15 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Folder to which ``progress.jsonl`` is written; ``None`` if it is not written."""
+        """Folder in which ``progress.jsonl`` is written; ``None`` if the file is not written."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by separate actions, not in the backward pass.
 
-        They fill the time in which a rank waits for messages. A single pipeline rank never waits,
-        so by default it does not separate them.
+        These actions fill the time in which a rank waits for messages. A single pipeline rank never
+        waits, so by default it has no such actions.
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -212,7 +212,7 @@ class TrainerConfig:
 
 
 def groups() -> dict[str, type]:
-    """Returns the dataclass of each group of settings, by name and in the order of the docs."""
+    """Returns the dataclass of each group of settings by name, in the order of the docs."""
     return typing.get_type_hints(TrainerConfig)
 
 

@@ -28,8 +28,8 @@ class TransportSpec:
 
     Attributes:
         name: Name of the transport on the command line.
-        path: Path of the class that declares and opens it, as ``package.module:Class``.
-        preference: Position among the transports that ``auto`` tries, ascending.
+        path: Path of the class that implements the transport, as ``package.module:Class``.
+        preference: Number by which ``auto`` orders the transports that it tries, smallest first.
     """
 
     name: str

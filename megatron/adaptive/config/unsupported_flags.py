@@ -1,11 +1,11 @@
 """Lists flags of Megatron-LM that this trainer refuses or ignores, with the reasons.
 
 A flag is refused if it contradicts the pipeline engine, or if ignoring it would give a different
-training run. The error message has the reason. (For an unknown flag, it can only name the most
+training run. The error message gives the reason. (For an unknown flag, it can only name the most
 similar flag.) Further flags of a refused feature are accepted and ignored, and so are flags that
-are never used in GPT pre-training. Prefixes stand for groups of flags, which grow with each version
-of Megatron-LM. If a flag is listed by its full name, prefixes do not apply to it. A test checks
-that none of the trainer's own flags are listed here.
+are never used in GPT pre-training. A prefix stands for a group of flags, because such groups grow
+with each version of Megatron-LM. If a flag is listed by its full name, prefixes do not apply to it.
+A test checks that none of the trainer's own flags are listed here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# Each reason is followed by the flags it applies to, without dashes. A prefix ends with a star.
+# A reason is followed by the flags to which it applies, without dashes. A prefix ends with a star.
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
@@ -198,5 +198,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the flags that are refused by their full names, with leading dashes."""
+    """Returns the refused flags that are listed by their full names, with leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

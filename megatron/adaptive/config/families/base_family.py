@@ -1,7 +1,8 @@
-"""Defines what describes a family of Hugging Face models: :class:`Family`.
+"""Defines :class:`Family`, the base class that describes a family of Hugging Face models.
 
 A family is a subclass in a file of this folder, which ``registry.py`` finds. Its attributes are
-tables for keys, settings and weights; :meth:`Family.adjust` is for what no table can say.
+tables for keys, settings and weights; :meth:`Family.adjust` is for settings that no table can
+express.
 """
 
 from __future__ import annotations
@@ -54,30 +55,33 @@ class Family:
             not inherited.
         settings: Settings of the trainer that all models of the family have, by the names of their
             fields in ``config/model.py`` or in megatron-core.
-        needed: Further keys that every model of the family has, by the setting that they give.
-        keys: Further keys that a model of the family may have, by the setting that they give. They
-            replace the usual keys of that setting (``config_keys.py``).
-        attention_keys: Keys about the sizes of attention that a model may have, by their setting.
+        needed: Maps settings to further keys in the config file, which every model of the family
+            has.
+        keys: Maps settings to further keys, which a model of the family may have. They replace the
+            setting's usual keys (``config_keys.py``).
+        attention_keys: Maps each attention-size setting to its key in the config file; the keys are
+            optional.
         other_keys: Further keys that :meth:`adjust` reads, or that have no effect.
         defaults: Values of absent keys that ``transformers`` assumes for the family.
-        window_period: Every n-th layer attends to all tokens, the others have a sliding window, if
-            the file does not say; 0 if all layers have it.
-        refuse: Checks of keys of which only some values are supported, by key.
+        window_period: Number n if every n-th layer attends to all tokens and the other layers have
+            a sliding window; 0 if all layers have the window. It is used if the file does not say
+            which layers have the window.
+        refuse: Maps each key that supports only some values to a function that checks its value.
         missing_feature: Feature that the trainer's layers lack; empty if the trainer can build
             these models. The planner accepts them in either case.
-        nearest: ``model_type`` of the most similar family that the trainer can build, for the error
-            message about ``missing_feature``.
+        nearest: ``model_type`` of the most similar family that the trainer can build; the error
+            message about ``missing_feature`` names it.
         layer_prefix: Prefix of the names of a layer's modules in the folder's files, with ``{}``
             for the number of the layer.
-        layer_weights: Names of a layer's modules in megatron-core, by their names in the folder's
-            files, in the order of the model. Matrices of several modules that have the same name in
-            megatron-core are stacked by rows. ``{}`` is the number of an expert.
-        outer_weights: Names of the modules outside of layers in megatron-core, by their names in
-            the folder's files.
+        layer_weights: Maps the names of a layer's modules in the folder's files to their names in
+            megatron-core, in the order of the model. If several modules map to the same name, their
+            matrices are stacked by rows. ``{}`` is the number of an expert.
+        outer_weights: Maps the names of modules outside of layers in the folder's files to their
+            names in megatron-core.
         predicts: Whether layers for multi-token prediction may follow the other layers.
         is_transposed: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        is_grouped: Whether one matrix has the rows of queries, keys and values by groups of heads,
-            as in megatron-core.
+        is_grouped: Whether one matrix has the rows of queries, keys and values, sorted by groups of
+            heads as in megatron-core.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -103,7 +107,7 @@ class Family:
 
         Args:
             config: Content of the file, with ``defaults`` for absent keys.
-            settings: Settings that were read from the file, which this method changes.
+            settings: Settings that were read from the file; this method changes them.
         """
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
@@ -116,12 +120,12 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Names of a layer's modules in the folder's files, by the name in megatron-core."""
+        """Maps each name of a layer's modules in megatron-core to names in the folder's files."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Names of the modules outside of layers in the folder's files, by that in megatron-core.
+        """Maps megatron-core's names of modules outside of layers to names in the folder's files.
 
         Each list has one name.
         """
@@ -133,7 +137,7 @@ class Family:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys that are read, or that have no effect. Others are refused unless ``null``."""
+        """Keys that are read or have no effect. Other keys are refused unless they are ``null``."""
         return (READ | WITHOUT_EFFECT).union(self._own_keys, self.other_keys)
 
     @property
@@ -149,16 +153,16 @@ class Family:
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have separate settings. Copy only the base, since other
-            # differences are not supported.
+            # Layers with a sliding window have separate rotation settings. Copy only the base,
+            # because the trainer's layers support no other difference.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
             config = {**config, key: rotation}
             if base := in_windows.get("rope_theta"):
                 config["rope_local_base_freq"] = base
-        # If a key is at the top level and among the rotation's settings, transformers uses the
-        # latter.
+        # If a key is both at the top level and in the rotation's settings, transformers uses the
+        # one in the rotation's settings.
         inner_keys = ("rope_theta", "partial_rotary_factor")
         inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
         return {**self.defaults, **config, **inner}
@@ -216,7 +220,7 @@ class Family:
             ) from error
 
     def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
-        """Returns the settings that single keys give."""
+        """Returns the settings that each derive from a single key."""
         needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
         optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
         settings: Settings = {}
@@ -277,7 +281,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings whose values mean that the model lacks what they describe."""
+    """Removes settings of features that the model does not have, according to their values."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

@@ -1,7 +1,7 @@
-"""Keys of ``config.json`` that several families share, and checks of the values under them.
+"""Lists keys of ``config.json`` that several families share, and checks their values.
 
-A table maps the name of a setting of the trainer to the keys that give its value. The first of
-these keys that is present is used.
+A table maps each setting of the trainer to the keys that may give its value. The first key that the
+file has is used.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
 ) - {"attention_dropout", "hidden_dropout"}
 """Settings that describe a model and that any family may determine."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Values of settings whose keys are absent, if they differ from the trainer's defaults."""
+"""Defaults of settings whose keys are absent, where they differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of GELU with the hyperbolic tangent as approximation."""
+"""Names of the GELU that is approximated with a hyperbolic tangent."""
 
-# Settings for whole numbers that a file may contain with a decimal point, such as 10000.0.
+# Settings whose whole numbers a file may write with a decimal point, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(
@@ -91,7 +91,8 @@ _OTHER_WHOLE = frozenset(
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 
-# Keys without effect on layers (generation, training, origin, notes), or read without a table.
+# Keys that do not affect layers (generation, training, origin, notes), or that code reads without a
+# table.
 WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
@@ -135,7 +136,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
     """Returns the keys whose values must be whole numbers.
 
     Args:
-        tables: Tables of the model's family, in addition to those of this module.
+        tables: Tables of the model's family, to be combined with those of this module.
     """
     return _OTHER_WHOLE.union(
         key
@@ -188,10 +189,10 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns the number of heads or layers, under the first of some keys that is present.
+    """Returns a number of heads or layers: the value of the first key that the file has.
 
     Raises:
-        ConfigError: It is not a whole number from 1 to 10,000.
+        ConfigError: The value is not a whole number from 1 to 10,000.
     """
     number = next((config[key] for key in keys if key in config), None)
     if type(number) is not int or not 0 < number <= 10_000:
@@ -200,7 +201,7 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number, and not a truth value."""
+    """Returns whether a value is a finite number; a boolean is not."""
     is_any_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_any_number and abs(value) < math.inf
 
@@ -232,12 +233,12 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding, from the old key if it is there."""
+    """Returns the file's settings of the rotary embedding, under their new or old key."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns the name that transformers has for the scaling of rotary frequencies."""
+    """Returns the kind of scaling of rotary frequencies, by its name in transformers."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Kimi-K2, whose layers and module names are those of DeepSeek-V3."""
+"""Describes DeepSeek-V2 and V3, and Kimi-K2, which has the layers and names of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class _Latent(Llama):
-    """Latent attention, shared experts, and experts chosen in groups."""
+    """Describes models with latent attention, shared experts, and experts chosen in groups."""
 
     settings = {
         **Llama.settings,
@@ -58,17 +58,17 @@ class _Latent(Llama):
     predicts = True
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Removes the type of the router's numbers from a model without experts."""
+        """Removes the setting for the router's data type if the model has no experts."""
         if not plain_value(config, "n_routed_experts"):
             del settings["moe_router_dtype"]
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
-        """Returns the settings of rotary frequencies, which YaRN may scale."""
+        """Returns the settings that scale rotary frequencies with YaRN, if the model uses it."""
         return latent_rotation(config)
 
 
 class DeepseekV2(_Latent):
-    """DeepSeek-V2: weights of experts are the router's probabilities."""
+    """DeepSeek-V2: the router's probabilities are the weights of the chosen experts."""
 
     model_types = ("deepseek_v2",)
     defaults = {**Llama.defaults, "q_lora_rank": 1536, "norm_topk_prob": False}
@@ -76,7 +76,7 @@ class DeepseekV2(_Latent):
 
 
 class DeepseekV3(_Latent):
-    """DeepSeek-V3: experts are chosen by sigmoids and a bias."""
+    """DeepSeek-V3: the router chooses experts by a sigmoid of their scores plus a bias."""
 
     model_types = ("deepseek_v3", "kimi_k2")
     defaults = {

@@ -24,7 +24,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Gemma 1: norms around zero, scaled embeddings, and a gate with GELU."""
+    """Gemma 1: norm weights stored minus one, scaled embeddings, and a GELU gate."""
 
     model_types = ("gemma",)
     settings = {
@@ -51,7 +51,7 @@ class Gemma(Llama):
 
 
 class Gemma2(Gemma):
-    """Gemma 2: norms behind both blocks too, bounded scores and logits, windows."""
+    """Gemma 2: also norms after both blocks, soft caps on scores and logits, sliding windows."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}
@@ -82,13 +82,13 @@ class Gemma2(Gemma):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Scales scores by the root of the number in the file, which is above 0."""
+        """Sets the scale of attention scores to 1 / sqrt(n) for the number n in the file."""
         if "softmax_scale" in settings:
             settings["softmax_scale"] **= -0.5
 
 
 class Gemma3Text(Gemma2):
-    """Gemma 3 for text: norms of queries and keys, windows with a rotation of their own."""
+    """Gemma 3 for text: norms of queries and keys; windowed layers have their own rotary base."""
 
     model_types = ("gemma3_text",)
     settings = {**Gemma2.settings, "qk_layernorm": True}
@@ -111,7 +111,7 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Also removes the base of the windows' rotation from a model without windows."""
+        """Also removes the rotary base of windowed layers if the model has no windows."""
         super().adjust(config, settings)
         if "window_size" not in settings:
             settings.pop("window_rotary_base", None)

@@ -7,7 +7,7 @@ from megatron.adaptive.config.families.weight_names import NORMS
 
 
 class GptNeox(Family):
-    """GPT-NeoX: both blocks take the layer's input, and a part of each head is rotated."""
+    """GPT-NeoX: both blocks take the layer's input; rotation covers only a part of each head."""
 
     model_types = ("gpt_neox",)
     settings = {"position_embedding_type": "rope"}

@@ -1,6 +1,6 @@
 """Derives settings of a model's layers from several keys of ``config.json`` at once.
 
-These are experts, attention windows and the scaling of rotary frequencies.
+These settings are about experts, attention windows and the scaling of rotary frequencies.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the settings for the size of the attention window and for the layers that have it.
+    """Returns the settings for the attention window's size and for the layers that have a window.
 
     Args:
         config: Content of the file.
-        period: Every n-th layer attends to all tokens if the file does not say; 0 for none.
+        period: Number n if every n-th layer attends to all tokens, unless the file says otherwise;
+            0 if no layer does.
         layers: Number of the model's layers.
         where: Path of the file; error messages name it.
 
@@ -88,7 +89,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window is {window}: it must be a whole number from 0")
-    # Subtract 1, because megatron-core does not count the token itself as a part of its window.
+    # Subtract 1, because megatron-core's window does not include the token itself.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1
@@ -99,13 +100,13 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
 
 def layer_pattern(values: Sequence[bool]) -> str:
-    """Formats one truth value per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Formats one boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 
 
 def scaled_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies; empty if none or not supported."""
+    """Returns the settings that scale rotary frequencies; empty for no or unsupported scaling."""
     scaling = scaling_of(config)
     kind = kind_of_rotation(config)
     factor = scaling.get("factor")
@@ -122,7 +123,7 @@ def scaled_rotation(config: Mapping[str, Any]) -> Settings:
 
 
 def latent_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings of rotary frequencies with latent attention, which YaRN may scale."""
+    """Returns the settings that scale rotary frequencies with YaRN, for latent attention."""
     scaling = scaling_of(config)
     if kind_of_rotation(config) != "yarn":
         return {"rope_type": "rope"}

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the base of families whose layers are built alike."""
+"""Describes Llama 2 and 3; other families with similar layers derive from it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, NORMS
 
 
 class Mistral(Llama):
-    """Mistral: all layers have a window of attention."""
+    """Mistral: all layers have a sliding window."""
 
     model_types = ("mistral",)
     defaults = {**Llama.defaults, "num_key_value_heads": 8, "sliding_window": 4096}

@@ -17,7 +17,7 @@ class Phi(Family):
 
 
 class Phi3(Llama):
-    """Phi 3 and 4: queries, keys and values are one matrix, and so are gate and up."""
+    """Phi 3 and 4: one matrix for queries, keys and values, and one for the gate and up layers."""
 
     model_types = ("phi3",)
     defaults = {}

@@ -1,6 +1,6 @@
-"""Checks of keys of ``config.json`` of which the trainer's layers support only some values.
+"""Checks the keys of ``config.json`` for which the trainer's layers support only some values.
 
-A family has a table of these checks by key, ``Family.refuse``.
+The table ``Family.refuse`` of a family maps keys to these checks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_supported: Whether the trainer's layers support the value.
-        feature: Feature of a model that this value requests, for the error message.
-        nearest: Nearest value that is supported, for the error message.
+        feature: Model feature that this value requests; the error message names it.
+        nearest: Nearest supported value; the error message names it.
     """
 
     is_supported: bool
@@ -40,7 +40,7 @@ settings that were read from it.
 
 
 def only(supported: Any, feature: str) -> Check:
-    """Returns a check that accepts a single value, or ``null``.
+    """Returns a check that accepts only one value and ``null``.
 
     Args:
         supported: Value that the trainer's layers support.
@@ -87,7 +87,7 @@ def rotation_verdict(
         value: Value of the key.
         config: Content of the file, with the family's defaults.
         is_scaled: Whether the trainer's layers support this scaling of frequencies.
-        nearest: Scaling that is supported, for the error message.
+        nearest: Kind of scaling that is supported; the error message names it.
     """
     kind = kind_of_rotation(config)
     scaling = scaling_of(config)
@@ -134,12 +134,12 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> Verdict | None:
-    """Checks whether the weights of the chosen experts are scaled to a sum of 1.
+    """Checks that file and trainer agree on scaling the chosen experts' weights to a sum of 1.
 
     Args:
-        value: Whether the file says so.
+        value: Whether the file says that the weights are scaled.
         settings: Settings that were read from the file.
-        are_raw: Whether the trainer's layers leave them as they are.
+        are_raw: Whether the trainer's layers use the weights unscaled.
     """
     if "num_moe_experts" not in settings:
         return None
@@ -179,4 +179,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Checks that all families share, by key."""
+"""Maps keys to the checks that all families share."""

@@ -1,6 +1,6 @@
-"""Finds the family of a model: those of this folder, and users' own.
+"""Finds the family of a model, among the families of this folder and users' own.
 
-Also holds how models of other types differ, for the error message about them.
+Also lists how unsupported models differ from supported families, for error messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features by which unsupported models differ from supported families, if no key shows them.
+# Features that unsupported models have and supported families lack, where no key shows it.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# Keys that are checked by their value, and so count as a difference of an unknown model.
+# Keys that count as a difference of an unknown model, because their values are checked.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
@@ -62,7 +62,8 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # A base class of other families has no model types, and they are not inherited.
+                # Skip base classes: they have no model types themselves, and model types are not
+                # inherited.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
@@ -92,7 +93,8 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
-        hf_family: Value of ``--hf-family``, a family that comes before those of this package.
+        hf_family: Value of ``--hf-family``, a user's family that has precedence over those of this
+            package.
 
     Raises:
         ConfigError: A user's family cannot be imported, or is not a family.
@@ -124,7 +126,7 @@ def own_family(name: str) -> Family:
 
 def _published_family(model_type: str) -> Family | None:
     """Returns the family that an installed package provides for a ``model_type``."""
-    if ":" in model_type:  # it would be the path of a class
+    if ":" in model_type:  # this would name a class, not an entry point
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
     return None if kind is None else _instance(kind, model_type)
@@ -134,7 +136,8 @@ def _instance(kind: Any, name: str) -> Family:
     """Returns a user's family, after checking its tables.
 
     Raises:
-        ConfigError: It is not a family, or a table has an unknown name; the message says which.
+        ConfigError: The class is not a family, or a table has an unknown name; the message says
+            which.
     """
     if not inspect.isclass(kind) or not issubclass(kind, Family):
         raise ConfigError(
@@ -166,8 +169,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
         hf_family: Value of ``--hf-family``; ``None`` if it is absent.
 
     Raises:
-        ConfigError: No family has this ``model_type``, and the message names the most similar one;
-            or the user's family is of other model types.
+        ConfigError: No family has this ``model_type`` (the message names the most similar one), or
+            the user's family is for other model types.
     """
     name = config["model_type"]
     if hf_family is not None and name not in (types := own_family(hf_family).model_types):
@@ -187,7 +190,7 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Returns a text on how an unsupported model differs from the nearest supported family."""
+    """Returns a text that says how an unsupported model differs from the nearest family."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}

@@ -1,4 +1,4 @@
-"""Names of modules that several families share: those in a folder's files, and megatron-core's."""
+"""Maps module names in Hugging Face files to megatron-core's, for several families."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ PREDICTION: Mapping[str, str] = {
     "eh_proj": "eh_proj",
     "shared_head.norm": "final_layernorm",
 }
-"""Modules that a layer for multi-token prediction has beside those of other layers."""
+"""Modules that only a layer for multi-token prediction has."""
