@@ -1,4 +1,4 @@
-"""Cuts a model into stages and keeps what this rank needs: calls, parameters and buffers."""
+"""Cuts a model into stages and keeps the calls, parameters and buffers that this rank needs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Assembly:
         eval_programs: For each stage of this rank, the calls to run in evaluation.
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
-        update: Combines gradients and updates the parameters at the end of a step.
+        update: Object that combines gradients and updates the parameters at the end of a step.
     """
 
     cut_points: tuple[str, ...]
@@ -122,7 +122,7 @@ def assemble(
 
     Args:
         request: Settings of the pipeline, with all sizes filled in.
-        shape: Entries, shapes and types that every batch must have.
+        shape: Description of the entries, shapes and types that every batch must have.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
 
@@ -147,8 +147,8 @@ def assemble(
         )
         return tuple(segment.seconds for segment in samples)
 
-    # Measured times differ by rank, but all ranks must cut alike. So all use those of the first
-    # rank.
+    # Measured times differ by rank, but all ranks must cut the model in the same places. So all
+    # ranks use the times of the first rank.
     weights = mesh.on_first(measured)
     if request.partition is not None:
         partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
@@ -184,8 +184,8 @@ def _keep_part(
     }
     kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
     order = [name for name, _ in model.named_parameters()]
-    # Parameters that no stage uses must be in checkpoints too, so the rank of the first stage keeps
-    # them.
+    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
+    # keeps these.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     held = keep_only(model, kept, device)

@@ -14,7 +14,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 class BatchShape:
-    """Describes which entries, shapes and types every batch must have: those of a sample batch.
+    """Describes the entries, shapes and types that every batch must have, from a sample batch.
 
     Args:
         sample: Sample batch, with enough samples for a microbatch.
@@ -73,7 +73,7 @@ class BatchShape:
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Returns a microbatch on ``device``, as views of the batch if it is on this device.
+        """Returns a microbatch on ``device``, as views if the batch is on this device too.
 
         Args:
             batch: Batch that contains the microbatch.
@@ -89,7 +89,7 @@ class BatchShape:
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:
-    """Repeats the samples of a batch that has fewer than ``least``, until it has ``least``."""
+    """Repeats the samples of a batch until it has at least ``least`` samples."""
     count = len(next(iter(batch.values())))
     times = -(-least // count)
     if times <= 1:
@@ -140,7 +140,7 @@ def require_whole(least: int, **values: Any) -> None:
         **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is something else. Names the first such setting.
+        ConfigError: If a setting is no such number. The message names the first such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

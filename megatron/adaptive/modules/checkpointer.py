@@ -2,8 +2,8 @@
 
 A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
 the same model can continue from it. All replicas have the same parameters, so only the ranks of the
-first replica write theirs. Buffers that differ between replicas, such as the running means of batch
-normalization, are saved only from the first. Snapshots in memory contain the same state as
+first replica save them. Buffers may differ between replicas, such as the running means of batch
+normalization; those of the first replica are saved. Snapshots in memory contain the same state as
 checkpoints.
 """
 
@@ -45,12 +45,12 @@ class Checkpointer:
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
-        model: The user's whole model, whose non-persistent buffers are not saved.
+        model: The user's whole model. It shows which buffers are not persistent, and so not saved.
         held: Parameters and buffers that this rank keeps, by name in the model.
         update: Object that owns the optimizer and the loss scale.
 
     Attributes:
-        saver: Writes the files of checkpoints, directly or in a thread.
+        saver: Object that writes the files of checkpoints, directly or in a thread.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Checkpointer:
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
     ) -> LocalDisk | None:
-        """Reserves the checkpoint folder for this job, and a folder on local disks if given.
+        """Reserves the checkpoint folder for this job, and also the local folder if there is one.
 
         Args:
             folder: Folder of checkpoints, visible to all nodes.
@@ -122,7 +122,8 @@ class Checkpointer:
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Returns this rank's tensors by their names in a checkpoint, and the rest of its state.
 
-        The rest is the optimizer's type, its options by group of parameters, and its plain values.
+        The rest is the optimizer's type, the options of each parameter group, and the optimizer's
+        values that are no tensors.
 
         The tensors are not copied, so the next optimizer step changes them.
         """
@@ -135,7 +136,7 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether a tensor is a buffer of the model, which a forward pass may change."""
+        """Returns whether a name is that of a model's buffer, which a forward pass may change."""
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
 
@@ -215,7 +216,7 @@ class Checkpointer:
         return manifest
 
     def _take(self, head: Mapping[str, Any], state: Mapping[str, Any]) -> TakenState:
-        """Returns this rank's current state in the form that the saver writes."""
+        """Returns this rank's current state in the form that ``saver`` writes."""
         once: dict[str, bytes] = {}
         if state:
             self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
@@ -235,7 +236,7 @@ class Checkpointer:
 
         Args:
             reader: Opened checkpoint from which tensors are read.
-            manifest: Manifest of the checkpoint, ``None`` to leave the optimizer's state out.
+            manifest: Manifest of the checkpoint; ``None`` to skip the optimizer's state.
 
         Returns:
             State of the optimizer, by name of the parameter and then by key such as ``exp_avg``.
@@ -372,7 +373,7 @@ class Checkpointer:
     def _restore_optimizer(
         self, states: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Puts the saved state and options of each parameter, by name, into the optimizer."""
+        """Puts each parameter's saved state and options into the optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return
@@ -388,11 +389,11 @@ class Checkpointer:
 
 
 class PipelineState(SnapshotState):
-    """Provides a rank's state for snapshots, copies in memory that survive a crash of the rank.
+    """Provides a rank's state for snapshots: copies in memory that survive a crash of the rank.
 
     Args:
         checkpointer: Object that reads and writes the rank's state.
-        head: Function that returns the result of :meth:`Checkpointer.head`.
+        head: Function that calls :meth:`Checkpointer.head` and returns its result.
         state: Objects of the user whose ``state_dict`` is saved too, by name.
     """
 
@@ -423,12 +424,12 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether tensors were added, as optimizers make their state in the first step."""
+        """Returns whether the set of tensors changed, as it does in an optimizer's first step."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns the entries of a checkpoint for these tensors, each of which is saved whole."""
+    """Returns a checkpoint entry for each tensor, which contains the whole tensor."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)

@@ -1,4 +1,4 @@
-"""Cuts a recorded forward pass into stages: the calls, parameters and messages of each.
+"""Cuts a recorded forward pass into stages, and lists each stage's calls, parameters and messages.
 
 ::
 
@@ -36,7 +36,7 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     """Checks that there are at least as many segments as stages.
 
     Raises:
-        ConfigError: If there are fewer segments than stages. Names both numbers.
+        ConfigError: If there are fewer segments than stages. The message has both numbers.
     """
     if num_stages > num_segments:
         raise ConfigError(
@@ -98,7 +98,8 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divides segments among stages so that the most expensive stage costs as little as possible.
 
-    Of several such partitions, the one with the smallest sum of squared stage costs is chosen.
+    If several partitions are equally good, the one with the smallest sum of squared stage costs is
+    chosen.
 
     Args:
         weights: Cost of each segment, in any unit, at least 0.
@@ -121,26 +122,26 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
-# Maximum number of calls that a stage repeats to compute a tensor; a tensor that needs more calls
+# Maximum number of calls that a stage repeats to compute a tensor. A tensor that needs more calls
 # is sent instead.
 _MOST_REPEATED = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class StagePlan:
-    """Lists the calls that a stage runs, and the tensors (by number on the tape) that it needs.
+    """Lists the calls that a stage runs and the tensors that it needs, by index on the tape.
 
     Attributes:
-        calls: Numbers of the stage's calls, in the order in which they run.
+        calls: Indices of the stage's calls on the tape, in the order in which they run.
         received: Tensors that the stage receives from the previous one, in the order of the
             message.
         sent: Tensors that the stage sends to the next one, in the order of the message.
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Tensors that the stage must copy before it changes them in place, because it does
-            not own them.
-        result: The loss in the last stage, ``None`` in other stages.
+        copied: Tensors that the stage changes in place but does not own, so it must copy them
+            first.
+        result: Index of the loss on the tape in the last stage, ``None`` in other stages.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -161,8 +162,8 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
         groups: For each declared shared parameter, one or more of its names.
 
     Raises:
-        ConfigError: If such a parameter is not declared. Names the parameter, its other names and
-            the cut.
+        ConfigError: If such a parameter is not declared. The message has the parameter, its other
+            names and the cut.
     """
     declared = {name for group in groups for name in group}
     for name, segments in uses_of(tape).items():
@@ -178,7 +179,7 @@ def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
-    """Returns, for each parameter by its first name, the segments that use it."""
+    """Returns the segments that use each parameter, by the parameter's first name."""
     segments_of: dict[str, set[int]] = {}
     for number in _needed(tape):
         call = tape.calls[number]
@@ -194,7 +195,8 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
     Args:
         tape: Recorded forward pass.
-        partition: Number of segments in each stage. The sum is the tape's number of segments.
+        partition: Number of segments in each stage. Their sum must be the tape's number of
+            segments.
 
     Raises:
         ConfigError: If a stage changes a tensor in place that another stage also uses.
@@ -203,7 +205,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the calls that change tensors in place or on which the loss depends, in order."""
+    """Returns the indices of calls that change tensors in place or that the loss depends on."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -262,7 +264,7 @@ class _Slicer:
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Notes that a stage uses a tensor. Returns the calls that it repeats to compute it."""
+        """Notes that a stage uses a tensor; returns the calls that the stage repeats for it."""
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()
@@ -273,7 +275,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that recompute a tensor in a stage, ``None`` if it must be sent."""
+        """Returns the calls that recompute a tensor, ``None`` if it must be sent instead."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -312,7 +314,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def _check_changes(self) -> None:
-        """Raises a ``ConfigError`` if another stage would have to see an in-place change."""
+        """Raises a ``ConfigError`` if a stage changes a tensor in place that another one reads."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -336,19 +338,19 @@ class _Slicer:
 
         Args:
             view: Tensor that shares memory with the changed one.
-            old: Number of the changed tensor before the change.
-            new: Number of the changed tensor after the change.
-            number: Number of the call that changes the tensor.
-            stage: Number of the stage that runs this call.
-            readers: Numbers of the calls that read the view.
+            old: Index on the tape of the changed tensor before the change.
+            new: Index on the tape of the changed tensor after the change.
+            number: Index of the call that changes the tensor.
+            stage: Index of the stage that runs this call.
+            readers: Indices of the calls that read the view.
 
         Raises:
             ConfigError: If the view is read in another stage after the change.
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is made after the change sees the new content in any stage, so it is no
-        # problem.
+        # A view that is made after the change sees the new content in any stage, so it needs no
+        # check.
         if (view == new and old != new) or value.made_by > number:
             return
         later = [reader for reader in readers if reader > number]

@@ -1,4 +1,4 @@
-"""Determines the place of this process in the job: device, replica, pipeline rank, groups."""
+"""Determines the device, replica, pipeline rank and process groups of this process in the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mesh(Job):
         pipeline_size: Number of ranks per pipeline.
         pp_rank: Position of this rank in its pipeline.
         dp_size: Number of replicas (pipelines) in the job.
-        dp_rank: Number of this rank's replica, from 0.
+        dp_rank: Index of this rank's replica, from 0.
         pp_ranks: Global ranks in this replica's pipeline, in the order of their positions.
         dp_group: Process group of the ranks that have the same position in their pipelines.
     """
@@ -45,7 +45,7 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Makes a process group per set of positions and replica. Collective over all ranks.
+        """Makes one process group per replica and set of positions. Collective over all ranks.
 
         Args:
             position_sets: Sets of positions in the pipeline; all ranks must pass the same sets.
@@ -71,7 +71,7 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the key-value store through which processes meet, the same for all jobs of a process."""
+"""Returns the key-value store for rendezvous; all jobs of this process use the same store."""
 
 
 def join_job(timeout_s: float) -> Job:
@@ -81,7 +81,7 @@ def join_job(timeout_s: float) -> Job:
         timeout_s: Maximum time in seconds to wait for another rank.
 
     Raises:
-        TransportError: If the processes do not find one another.
+        TransportError: If the processes cannot connect to one another.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
@@ -94,8 +94,8 @@ def join_job(timeout_s: float) -> Job:
             store = _store_of_process(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
-        # Each job of this process uses keys with another prefix, because the store still contains
-        # the addresses of earlier jobs.
+        # Each job of this process needs its own key prefix, because the store still contains the
+        # addresses of earlier jobs.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         store = dist.PrefixStore(f"{_JOBS}/{turn}", store)
         accelerator = agree_on_sharing(
@@ -125,7 +125,7 @@ def check_pipeline_size(size: int) -> int:
     """Returns ``size`` if the number of processes is a multiple of it.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the number of processes is not a multiple of ``size``.
     """
     world_size = dist.get_world_size()
     if type(size) is not int or size < 1 or world_size % size:

@@ -241,7 +241,7 @@ class Pipeline:
         )
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Makes the executor and its channels, whose message slots fit the largest message."""
+        """Makes the executor and its channels, with message buffers for the largest message."""
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
@@ -273,10 +273,10 @@ class Pipeline:
         return guard
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this replica's part of a batch of all replicas, for :meth:`step`.
+        """Returns the part of a whole batch that this replica must pass to :meth:`step`.
 
         Raises:
-            ConfigError: If the samples do not divide among the replicas.
+            ConfigError: If the samples cannot be divided equally among the replicas.
         """
         count = samples_in(batch, "batch")
         if count % self.replicas:
@@ -289,7 +289,8 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor of the loss in the backward pass, which is 1 except in fp16."""
+        """Returns the factor by which the loss is multiplied for backward passes; 1 except in
+        fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -326,7 +327,7 @@ class Pipeline:
 
     @naming_lost_peers()
     def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
-        """Trains on a batch: forward and backward passes, sums over replicas, optimizer step.
+        """Trains on a batch: runs the passes, averages gradients over replicas, updates parameters.
 
         If no optimizer is set, the gradients stay in ``grad`` of the parameters until the next
         step.
@@ -372,7 +373,7 @@ class Pipeline:
         """Returns the mean loss of a batch in evaluation mode, the same value on all processes.
 
         Args:
-            batch: Batch of this replica, in the form that :meth:`step` takes.
+            batch: Batch of this replica, in the form that :meth:`step` accepts.
 
         Raises:
             ConfigError: If the batch does not divide into microbatches, or differs from the sample
@@ -441,8 +442,8 @@ class Pipeline:
     ) -> Path:
         """Saves parameters, buffers, optimizer, loss scale, step and seed. Collective.
 
-        The checkpoint can be loaded by any pipeline of the same model, also with another pipeline
-        size, partition or number of replicas. The checkpoint gets its final name only when it is
+        Any pipeline of the same model can load the checkpoint, even with another pipeline size,
+        partition or number of replicas. The checkpoint gets its final name only when it is
         complete.
 
         Args:
@@ -467,7 +468,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns what a checkpoint stores besides tensors: step, seed, loss scale, ``extra``."""
+        """Returns a checkpoint's values that are no tensors: step, seed, loss scale, ``extra``."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     @naming_lost_peers()

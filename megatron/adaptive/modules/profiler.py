@@ -130,7 +130,7 @@ class Profiler(SampledModel):
             job.close()
 
     def measure(self, job: Job, *, most: int | None = None) -> ModuleProfile:
-        """Measures like :meth:`run`, but in a job that the processes have joined already.
+        """Measures like :meth:`run`, in a job that the processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
@@ -146,7 +146,7 @@ class Profiler(SampledModel):
         if kinds.index(kinds[job.rank]) == job.rank:
             own_part = self._part(job, nodes[job.rank]["limit"], most)
         gathered = job.gather(own_part)
-        # Raise this rank's own error first, because errors from other ranks arrive without
+        # Raise this rank's own error first, because errors from other ranks arrive without a
         # traceback.
         for part in (own_part, *gathered):
             if isinstance(part, AdaptiveError):
@@ -187,8 +187,8 @@ class Profiler(SampledModel):
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
-            # The planned run will not have the tensors that this process holds now, so their memory
-            # is free.
+            # The planned run will not have the tensors that this process holds now, so count their
+            # memory as free.
             if job.accelerator.is_cuda:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
@@ -203,7 +203,7 @@ class Profiler(SampledModel):
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with its type of device.
 
-        An error is returned instead of raised, so that all ranks can raise it.
+        The method returns an error instead of raising it, so that all ranks can raise it.
         """
         device = job.accelerator.device
         model = self.model
@@ -236,8 +236,8 @@ class Profiler(SampledModel):
         except AdaptiveError as error:
             return error
         except Exception as error:
-            # The error is returned instead of raised, because other ranks wait for the result. With
-            # __cause__ it keeps its traceback.
+            # Return the error instead of raising it, because other ranks wait for the result.
+            # __cause__ keeps the original traceback.
             failed = ConfigError(
                 f"profile: rank {job.rank} failed to run the model: {type(error).__name__}: "
                 f"{(str(error).splitlines() or [''])[0]}"
@@ -251,8 +251,7 @@ class Profiler(SampledModel):
         """Yields the recorded forward pass and its measured segments for each microbatch size."""
         begin_s = time.monotonic()
         host = self.device.type == "cpu"
-        # Bytes per sample, measured with the previous microbatch size to predict whether the next
-        # fits.
+        # Bytes per sample at the previous microbatch size, to predict whether the next size fits.
         needed = 0.0
         recorded = 0.0
         doubled = [2**power for power in range(most.bit_length())]
@@ -263,7 +262,7 @@ class Profiler(SampledModel):
             room = available_host_bytes() if host else limit_bytes
             if needed * size > limit_bytes or recorded * size > room:
                 return
-            # Copied, because a view of a larger batch would keep the memory of the whole batch.
+            # Copy the entries, because a view would keep the memory of the whole batch.
             batch = {
                 name: tensor[:size].to(self.device, copy=True)
                 for name, tensor in stretched(self.sample_batch, size).items()
@@ -292,7 +291,7 @@ class DeviceSamples:
         cut_points: Names of the cut points in the order of the forward pass.
         samples: Measurements of every segment with every microbatch size.
         tied_parameters: Number of elements in parameters that several segments share.
-        tied_segments: First and last segment that share parameters; empty if none do.
+        tied_segments: First and last of the segments that share parameters; empty if none do.
         element_bytes: Size in bytes of an element of the model's most common parameter type.
         optimizer_s: Time of an optimizer step per parameter element, in seconds.
         is_random: Whether the model draws random numbers, as for dropout.
@@ -314,11 +313,12 @@ class ModuleProfile:
 
     Attributes:
         name: Name of the model.
-        parts: Measurements on each type of device; the first is that of rank 0.
+        parts: Measurements on each type of device, the type of rank 0 first.
         nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
-        names: For each rank, the name of its type of node.
-        links: Measured messages between ranks, as rows of a profile file; empty if not measured.
-        reductions: Measured all-reduces, as rows of a profile file; empty if not measured.
+        names: Name of each rank's node type.
+        links: Measured times of messages between ranks, as rows of a profile file; empty if not
+            measured.
+        reductions: Measured times of all-reduces, as rows of a profile file; empty if not measured.
         seconds: Time that measuring took, in seconds.
     """
 
@@ -350,8 +350,8 @@ class ModuleProfile:
         """Returns the content of a profile file; ``docs/reference/planner.md`` describes it.
 
         Args:
-            split: Whether to list the times of the split backward pass instead of the whole one, if
-                they were measured.
+            split: Whether to list the times of the split backward pass instead of those of the
+                whole one, if it was measured.
         """
         return profile_file.document(
             self._model(),
@@ -434,7 +434,7 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the type of each rank's node: its GPU's name, with a number if nodes differ."""
+    """Returns each rank's node type: the name of its GPU, with a number if such nodes differ."""
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]
     return [
@@ -445,7 +445,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns all possible numbers of replicas on the same node."""
+    """Returns the numbers of replicas that may be placed on the same node."""
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

@@ -1,16 +1,17 @@
 """Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
 The list of tensors that a stage sends to the next one is the same for every microbatch. A single
-tensor is sent directly. Several tensors are packed into one block of bytes, at offsets that follow
-from shapes and types. Only the block is sent, and the receiver uses views of the block as tensors::
+tensor is sent directly. Several tensors are packed into one block of bytes, at offsets that are
+computed from shapes and types. Only the block is sent, and the receiver uses views of the block as
+tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-If the backward pass is split into B (gradients of inputs) and W (gradients of weights), three kinds
-of calls have their weight gradients in W: ``linear``, ``addmm`` with a weight of ``[in, out]`` and
-``embedding``, each with a parameter as weight. All other calls compute both kinds of gradients in
-B.
+If the backward pass is split into B (gradients of inputs) and W (gradients of weights), W computes
+the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``, ``addmm``
+with a weight of ``[in, out]``, and ``embedding``. All other calls compute both kinds of gradients
+in B.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 class RandomKey:
     """Seeds the device's random generator from seed, step, microbatch and call.
 
-    As a result, random numbers depend neither on the schedule nor on the partition, nor on how the
-    microbatches of a batch are divided among replicas.
+    As a result, random numbers do not depend on the schedule, on the partition, or on how
+    microbatches are divided among replicas.
 
     Args:
         seed: Seed of the training run.
-        dp_rank: Number of this rank's replica, from 0.
+        dp_rank: Index of this rank's replica, from 0.
         device: Device whose random generator is seeded.
 
     Attributes:
@@ -82,7 +83,7 @@ class _Step:
     Args:
         call: Recorded call.
         number: Index of the call on the tape.
-        drops: Numbers of the tensors that no later call needs.
+        drops: Indices on the tape of the tensors that no later call needs.
         tape: Recorded forward pass.
     """
 
@@ -116,7 +117,7 @@ class _Step:
         """Runs the call on the tensors in ``env`` and stores its results there.
 
         Args:
-            env: Tensors, by their number on the tape.
+            env: Tensors, by their index on the tape.
             store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
                 split.
             ambient: Element type of the autocast context around the call, ``None`` if autocast is
@@ -204,7 +205,7 @@ class StageProgram:
         self._steps = self._prepare()
 
     def _prepare(self) -> list[_Step]:
-        """Returns the calls of the stage. Each lists the tensors to free after it."""
+        """Returns the calls of the stage, each with the tensors to free after the call."""
         tape = self._tape
         plan = self.plan
         keep = {*plan.sent, *([] if plan.result is None else [plan.result])}
@@ -252,14 +253,14 @@ class StageProgram:
             inputs: Tensors of the microbatch, by the name of their batch entry.
             received: Tensors from the previous stage, which are leaves of this stage's autograd
                 graph.
-            random: Function that seeds the random generator. It gets the number of the call that is
-                about to draw random numbers.
+            random: Function that seeds the random generator. Its argument is the index of the call
+                that is about to draw random numbers.
             store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
                 split.
 
         Returns:
-            Tensors to send, in the order of the plan, and the loss, which is ``None`` except in the
-            last stage.
+            Tensors to send, in the order of the plan, and the loss (``None`` except in the last
+            stage).
         """
         env: dict[int, torch.Tensor] = dict(self._constants)
         env.update(zip(self.plan.received, received, strict=True))
@@ -296,16 +297,16 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the mean loss over the microbatches, multiplied by ``scale``. The methods
-    are described at :class:`~megatron.adaptive.engine.executor.Stages`.
+    Gradients are those of the mean loss over the microbatches, multiplied by ``scale``.
+    :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
         programs: Program of each chunk (stage) of this rank.
         microbatches: For each microbatch, the batch entries that the programs use, by name.
-        random: Seeds the random generator before each call that draws random numbers.
+        random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
-        meter: Measures how many bytes of activations each chunk keeps.
+        meter: Meter of the size of the activations that each chunk keeps.
         stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
@@ -378,8 +379,8 @@ class ProgramStages(SplitStages):
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # A received tensor that is also sent on is a leaf, in which the gradients of both
-                # uses add up.
+                # If a received tensor is also sent on, it is a leaf of the autograd graph, and the
+                # gradients of both uses add up in it.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
@@ -387,7 +388,7 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """Releases what the step kept, after its normal end or an error."""
+        """Frees the tensors that the step kept, after its normal end or an error."""
         self._pending.clear()
         super().finish()
 
@@ -396,7 +397,7 @@ _ALIGNED = 64
 
 
 class MessagePart(NamedTuple):
-    """Describes where a tensor lies in a message, and its shape and type.
+    """Describes the position, shape and type of a tensor in a message.
 
     Attributes:
         offset: Position of the tensor's first byte in the message.
@@ -413,7 +414,7 @@ class MessagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """Describes which tensors a message contains, and where.
+    """Describes which tensors a message contains, and at which offsets.
 
     Attributes:
         parts: Tensors of the message, in order.
@@ -480,14 +481,13 @@ class _Deferred:
     """Describes a recorded call whose weight gradient can be deferred.
 
     Attributes:
-        activation: :class:`Ref` to the input of the layer.
-        weight: :class:`Ref` to the weight.
-        bias: :class:`Ref` to the bias, ``None`` if the layer has none.
+        activation: Reference (:class:`Ref`) to the input of the layer.
+        weight: Reference (:class:`Ref`) to the weight.
+        bias: Reference (:class:`Ref`) to the bias, ``None`` if the layer has none.
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
         padding: Row of the embedding that gets no gradient (``padding_idx``), -1 for none.
-        by_frequency: Option ``scale_grad_by_freq`` of torch's embedding.
-        is_unsupported: Whether an option of the call makes it impossible to defer its weight
-            gradient.
+        by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
+        is_unsupported: Whether an option of the call prevents deferring its weight gradient.
     """
 
     activation: Any
@@ -555,7 +555,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def _deferred(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns how to defer a call's weight gradient, or ``None`` if that is impossible."""
+    """Returns a description for deferring a call's weight gradient, ``None`` if impossible."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

@@ -4,15 +4,16 @@
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-Each call is recorded at the level at which the model makes it (``dropout``, ``layer_norm``,
-``scaled_dot_product_attention``, a custom ``autograd.Function``), so that running the recording
-gives the same gradients as the model. Python code between calls is not recorded, so the branches
-that the code took for the sample are taken for every microbatch. Branches that depend on shapes or
-on the training mode are right for every microbatch, branches that depend on the values of tensors
-are not. So a forward pass that reads the value of a tensor which may differ between microbatches
+Each call is recorded as the model makes it, not as the smaller operations inside (``dropout``,
+``layer_norm``, ``scaled_dot_product_attention``, a custom ``autograd.Function``), so that running
+the recording gives the same gradients as the model. Python code between calls is not recorded, so
+every microbatch takes the branches that the code took for the sample. This is right for branches
+that depend on shapes or on the training mode, but wrong for branches that depend on the values of
+tensors. So a forward pass that reads the value of a tensor which may differ between microbatches
 raises an error that names the line.
 
-Every recorded tensor has a number, by which the arguments of recorded calls refer to it.
+Every recorded tensor has an index (its number). The arguments of recorded calls refer to tensors by
+this number.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def mark(tensors: Any, cut_point: int, passing: int) -> Any:
     Args:
         tensors: A tensor, or tuples and lists of tensors.
         cut_point: ``id()`` of the :class:`CutPoint` module.
-        passing: Number of this call, counted over all cut points of the process.
+        passing: Sequence number of this call, counted over all cut points of the process.
     """
-    # torch.export keeps only operations of torch, so each tensor goes through a custom operation.
+    # torch.export keeps only operations of torch, so pass each tensor through a custom operation.
     if torch.compiler.is_exporting():
         if isinstance(tensors, torch.Tensor):
             return _exported_mark(tensors, cut_point, passing)
@@ -59,8 +60,7 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# Tensor with which mark() finds out whether a recorder is active: has_torch_function() is then
-# true.
+# Tensor for mark() to test whether a recorder is active: if so, has_torch_function() returns true.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
@@ -68,8 +68,8 @@ _PASSINGS = itertools.count()
 class CutPoint(torch.nn.Module):
     """Marks a position in the forward pass where a model may be cut into stages.
 
-    The module returns its arguments unchanged. The whole forward pass is cut there, in the order of
-    its operations: every tensor that is computed before the cut and used after it is sent to the
+    The module returns its arguments unchanged. A cut divides the whole forward pass, in the order
+    of its operations: every tensor that is computed before the cut and used after it is sent to the
     next stage, even if it is not an argument of the cut point. Each instance must be called exactly
     once per forward pass, for any input::
 
@@ -105,7 +105,7 @@ def _pass(module: Any, inputs: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor in the arguments of a recorded call, by the tensor's number."""
+    """Refers to a tensor in the arguments of a recorded call, by the tensor's index on the tape."""
 
     value: int
 
@@ -122,7 +122,7 @@ class Value:
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
         tensor: The tensor itself if it is a constant, otherwise ``None``.
-        made_by: Number of the call that computed the tensor, -1 if no recorded call did.
+        made_by: Index of the call that computed the tensor, -1 if no recorded call did.
         storage: Address of the tensor's memory, the same for tensors that share memory.
         varies: Whether the tensor depends on an input, a parameter or a random number.
     """
@@ -146,9 +146,10 @@ class Call:
         function: Function that was called.
         args: Positional arguments, with a :class:`Ref` for every tensor.
         kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
-        reads: Numbers of the tensors in the arguments.
-        outputs: Number of each new tensor, and the indices and keys that lead to it in the result.
-        changes: For each argument changed in place, its number before and after the call.
+        reads: Indices on the tape of the tensors in the arguments.
+        outputs: Index on the tape of each new tensor, and the indices and keys that lead to the
+            tensor in the call's result.
+        changes: Index on the tape of each argument changed in place, before and after the call.
         segment: Number of cut points that the forward pass had reached before the call.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.
@@ -172,12 +173,12 @@ class Tape:
     """Contains a recorded forward pass.
 
     Attributes:
-        values: All tensors; the index of a tensor is its number.
+        values: All tensors. Other records refer to a tensor by its index in this list.
         calls: All calls in the order in which the model made them.
         cuts: Names of the cut points in the order in which the forward pass reaches them.
-        loss: Number of the tensor that holds the loss.
+        loss: Index on the tape of the tensor that holds the loss.
         device: Device on which the forward pass was recorded.
-        aliases: For parameters and buffers with several names, the others by the first name.
+        aliases: Maps the first name of a parameter or buffer with several names to its other names.
         autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
     """
 
@@ -218,13 +219,13 @@ _READING = frozenset(
         "is_nonzero",
     )
 )
-# Name of the autograd function of activation checkpointing. The recorder calls the wrapped function
-# directly instead, so that its calls are recorded.
+# Name of torch's autograd function for activation checkpointing. The recorder calls the function
+# inside it directly, so that the calls in it are recorded.
 _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Reports a forward pass that reads the value of a tensor in Python."""
+    """Raised if the forward pass reads the value of a tensor in Python."""
 
 
 @contextlib.contextmanager
@@ -243,7 +244,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _custom_functions(recorder: _Recorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder, as torch does not."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -281,7 +282,7 @@ class _Recorder(TorchFunctionMode):
         self._freeze = freeze
         self._passing = -1
         self._numbers: dict[int, int] = {}
-        # Tensors are kept alive, because Python may reuse the id() of a tensor that was freed.
+        # Keep all tensors alive, because Python may reuse the id() of a freed tensor.
         self._kept: list[torch.Tensor] = []
         self._cut_names = {
             id(module): name
@@ -316,7 +317,7 @@ class _Recorder(TorchFunctionMode):
         return self.note(func, args, kwargs or {}, func)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Runs a call, and records the call if it makes or changes a tensor."""
+        """Runs a call, and records it if the call makes or changes a tensor."""
         tensors = [tensor for tensor, _ in _paths((args, kwargs))]
         self._refuse_reading(function, tensors)
         versions = [tensor._version for tensor in tensors]
@@ -339,7 +340,7 @@ class _Recorder(TorchFunctionMode):
         template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
-            # A result that has a number already is an argument that the call returned.
+            # If a result already has a number, the call only returned one of its arguments.
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
@@ -360,10 +361,10 @@ class _Recorder(TorchFunctionMode):
         Args:
             function: Function that was called.
             template: Arguments of the call, with a :class:`Ref` in place of each tensor.
-            reads: Numbers of the tensors in the arguments.
-            made: New tensors, and the indices and keys that lead to them in the result.
+            reads: Indices on the tape of the tensors in the arguments.
+            made: New tensors, each with the indices and keys that lead to it in the call's result.
             changed: Arguments that the call changed in place.
-            before: States of the random generators before the call, to find out if the call drew
+            before: States of the random generators before the call, to detect whether the call drew
                 numbers.
         """
         tape = self.tape
@@ -450,8 +451,8 @@ class _Recorder(TorchFunctionMode):
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
-        # After torch.export a cut point is reached once for each of its tensors. Only the first
-        # counts.
+        # After torch.export, a cut point is reached once for each of its tensors. Count only the
+        # first.
         if passing == self._passing:
             return
         self._passing = passing
@@ -469,7 +470,7 @@ class _Recorder(TorchFunctionMode):
         self.tape.cuts.append(name)
 
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises a ``ReadsValueError`` if a call reads a value that may differ by microbatch."""
+        """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
         name = getattr(function, "__name__", "")
         if name not in _READING or self._freeze:
             return
@@ -523,7 +524,7 @@ def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Asking for the storage raises an error for sparse tensors, which have none.
+        # Sparse tensors have no storage, so asking for it raises an error.
         return 0
 
 
@@ -538,7 +539,7 @@ def _where() -> str:
 
 Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Element type of matrix products for each name of a mixed precision."""
+"""Element type of matrix products under autocast, by the name of the mixed precision."""
 
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
@@ -629,12 +630,12 @@ class SampledModel(Forward):
 
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
-    """Contains the tapes of a model in training and in evaluation.
+    """Contains a model's recorded forward passes in training and in evaluation mode.
 
     Attributes:
         training: Forward pass recorded in training mode.
         evaluation: Forward pass recorded in evaluation mode, with the same cut points.
-        way: Method by which the tapes were recorded, ``record`` or ``export``.
+        way: Method by which the forward passes were recorded, ``record`` or ``export``.
     """
 
     training: Tape
@@ -649,12 +650,12 @@ class Forwards:
             forward: Model and loss function.
             sample: Tensors of the microbatch by name, on the model's device.
             slicing: Method of recording. ``record`` records the calls of torch that the model
-                makes, ``export`` those of the model that ``torch.export`` returns. ``auto`` exports
-                only if the model reads values of tensors.
+                makes. ``export`` records those that the module from ``torch.export`` makes.
+                ``auto`` exports only if the model reads values of tensors.
 
         Raises:
-            ConfigError: If the model can be neither recorded nor exported. Names the line of the
-                model.
+            ConfigError: If the model can be neither recorded nor exported. The message names the
+                line of the model.
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
@@ -695,7 +696,7 @@ class Forwards:
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Puts a model into training or evaluation mode, and restores its mode on exit.
 
-    If the model is in this mode already, submodules in the other mode keep theirs.
+    If the model is already in this mode, submodules in the other mode keep their mode.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -736,7 +737,7 @@ def _recorded(
 
 
 class _ExportError(ConfigError):
-    """Reports that ``torch.export`` failed."""
+    """Raised if ``torch.export`` failed."""
 
 
 class _Lossy(torch.nn.Module):
@@ -758,7 +759,8 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
             exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:
-            # torch.export raises many types of exceptions, so any of them means that it failed.
+            # torch.export may raise many types of exceptions. All of them mean that the export
+            # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     return _recorded(forward, sample, module)
 

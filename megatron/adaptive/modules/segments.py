@@ -1,6 +1,6 @@
 """Measures every segment (the part of a model between two cut points) as if it were a stage.
 
-One segment after the other is put on the device, so that the whole model need not fit in its
+Segments are put on the device one after the other, so the whole model need not fit in the device's
 memory::
 
     segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
@@ -32,8 +32,8 @@ from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_m
 # Maximum number of parameter elements with which an optimizer step is timed.
 _MOST_NUMBERS = 1 << 24
 _OPTIMIZER_STEPS = 4
-# Relative difference up to which two losses count as equal, because sums may be computed in another
-# order. The second value is for 16-bit types.
+# Maximum relative difference between two losses that count as equal. They may differ slightly,
+# because sums may be computed in another order. The second value is for 16-bit types.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -45,7 +45,7 @@ class SegmentSample:
     """Contains the costs of a segment for one microbatch size; times are medians.
 
     Attributes:
-        segment: Number of the segment in the order of the forward pass.
+        segment: Index of the segment in the order of the forward pass.
         micro_batch: Number of samples per microbatch.
         forward_s: Time of a forward pass, in seconds.
         backward_s: Time of a backward pass that computes all gradients, in seconds.
@@ -56,7 +56,7 @@ class SegmentSample:
         workspace_bytes: Size in bytes of the temporary memory while the segment runs; 0 on a CPU,
             where it is not measured.
         parameters: Number of elements in the segment's parameters, trained and frozen.
-        durations_s: All measured times in seconds: a row for forward passes and a row for backward
+        durations_s: All measured times in seconds: one row for forward passes, one for backward
             passes.
     """
 
@@ -188,7 +188,7 @@ def _time(
     split: bool,
     repeats: int,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns the times of a segment's actions F, B and W, its message, and its ``kept_bytes``."""
+    """Returns the times of a segment's F, B and W, its output message, and its ``kept_bytes``."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[program],
@@ -221,7 +221,8 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of shared parameter elements, and the first and last segment with them."""
+    """Returns the size of shared parameters in elements, and the first and last segment using
+    them."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
@@ -233,7 +234,8 @@ def optimizer_seconds(
 ) -> float:
     """Returns the time of an optimizer step per parameter element, in seconds.
 
-    It is measured with some of the model's parameters, because a large model may not fit.
+    The time is measured with only some of the model's parameters, because a large model may not fit
+    in memory.
 
     Args:
         model: Model whose parameter shapes are used; measuring does not change it.
@@ -259,12 +261,12 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name; a shared tensor has only its first name."""
+    """Returns parameters and buffers by name; a shared tensor appears only under its first name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the tape gives the same loss on another microbatch as the model itself.
+    """Checks that tape and model give the same loss on another microbatch.
 
     The losses differ if Python code of the model used values of the sample in a way that the
     recorder cannot see.

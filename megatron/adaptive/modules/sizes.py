@@ -1,4 +1,4 @@
-"""Takes the sizes of a pipeline from the user, the planner, or the launcher of an elastic job.
+"""Gets the sizes of a pipeline from the user, the planner, or the launcher of an elastic job.
 
 ``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, whose layout may
 change. It passes the layout to the ranks as an order (:class:`JobOrder`)::
@@ -42,10 +42,11 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of pieces into which each weight-gradient action is cut under a run-time scheduling rule.
+# Number of parts into which each weight-gradient action is divided under a run-time scheduling
+# rule.
 _PIECES = 4
-# Settings on which the measurement of a model depends, besides the model itself. An elastic job
-# recognizes a model by a digest of them, so their order must not change.
+# Settings that affect the measurement of a model, besides the model itself. An elastic job
+# recognizes a model by a hash of these settings, so their order must not change.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
 _SIGNED_SHAPE = (
     "pipeline_size",
@@ -101,7 +102,7 @@ class SettledSizes:
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
-        request: Settings of the user, in which all sizes are filled in.
+        request: Settings of the user, with all sizes filled in.
         plan: Layout that the planner chose, ``None`` if the planner was not used.
         order: Layout that the launcher of an elastic job ordered, ``None`` if the job is not
             elastic.
@@ -172,12 +173,13 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
     if model is None:
         return settled
-    # The costs are passed on because the diagnosis of slow ranks compares each stage with its cost.
+    # Pass the costs on, because the diagnosis of slow ranks compares each stage's time with its
+    # cost.
     return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
 def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Placement:
-    """Returns which rank holds which stage under a schedule.
+    """Returns the assignment of stages to ranks that a schedule uses.
 
     Args:
         schedule: Name of the schedule.
@@ -201,7 +203,7 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
 
 
 def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Orders:
-    """Returns what determines the order in which a rank runs its actions.
+    """Returns the object that determines the order in which a rank runs its actions.
 
     Args:
         request: Settings of the pipeline.
@@ -254,7 +256,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     """Measures a model; returns the profile, and the planner's description of it. Collective."""
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
-    # Made before measuring, so that wrong settings raise an error at once.
+    # Choose the orders before measuring, so that wrong settings raise an error at once.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
     model = {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
@@ -264,7 +266,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # Larger microbatches would be fewer than the processes.
+    # With larger microbatches, there would be fewer microbatches than processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
@@ -381,7 +383,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
 
 def _signature(request: PipelineSettings) -> str:
-    """Returns a digest of the model and of the settings that its measurement depends on."""
+    """Returns a hash of the model and of the settings that affect its measurement."""
     model, sample = request.model, request.sample_batch
     content: dict[str, Any] = {
         "model": type(model).__qualname__,

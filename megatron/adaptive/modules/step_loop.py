@@ -1,4 +1,4 @@
-"""Iterates over the steps of a training run that may stop and continue later in another layout.
+"""Iterates over the steps of a training run, which may stop and later continue in another layout.
 
 ::
 
@@ -162,7 +162,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the number of each step, and ends the step after the caller has trained it."""
+        """Yields the number of each step, and ends each step after the caller has trained it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -224,7 +224,7 @@ class Loop:
         group = self._group
         self._group = None
         if group is not None and dist.is_initialized():
-            # The barrier ensures that no other rank still uses the group when it is destroyed.
+            # Wait here, so that no other rank still uses the group when it is destroyed.
             dist.barrier(group=group)
             dist.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""Ends a step: sums gradients, updates parameters, and gives all ranks the loss and norm.
+"""Ends a step: sums gradients, updates parameters, and sends loss and norm to all ranks.
 
 ::
 
@@ -30,12 +30,12 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """Contains the loss scale of fp16, which halves after an overflow and doubles after a while.
+    """Contains the loss scale of fp16, which halves after an overflow and later doubles again.
 
     Attributes:
         scale: Current factor by which the loss is multiplied.
         growth_interval: Number of steps without overflow after which the scale doubles.
-        least: Smallest scale.
+        least: Smallest value that the scale may reach.
         good_steps: Number of steps since the scale last changed.
     """
 
@@ -57,7 +57,7 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sums tensors over a process group. Tensors of a type are sent together. Collective.
+    """Sums tensors over a process group; sends those of one element type together. Collective.
 
     Args:
         tensors: Tensors to replace by their sums; all ranks of the group must pass the same shapes
@@ -75,7 +75,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares as a float64 scalar, not finite if an element is not."""
+    """Returns the sum of squares as a float64 scalar; not finite if any element is not finite."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
@@ -90,9 +90,9 @@ class Update:
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         parameters: Trained parameters of this rank's stages, by name.
-        shared: For each shared parameter by name, the pipeline positions of the ranks that have a
-            copy, ascending.
-        groups: Process group for each such set of positions that contains this rank.
+        shared: Maps the name of each shared parameter to the pipeline positions of the ranks that
+            have a copy, ascending.
+        groups: Process group for each set of positions in ``shared`` that contains this rank.
 
     Attributes:
         parameters: Parameters of this rank's stages, by name.
@@ -112,8 +112,7 @@ class Update:
         self._mesh = mesh
         self._groups = groups
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # A shared parameter must be counted once in the norm of the model: on the first rank that
-        # has it.
+        # Count a shared parameter only once in the model's norm: on the first rank that has a copy.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -170,8 +169,8 @@ class Update:
             )
 
     def reduce(self) -> None:
-        """Sums gradients of shared weights and averages all over replicas. Collective."""
-        # All ranks must take part in the sums, so a rank without a gradient adds zeros.
+        """Sums gradients of shared weights; averages all gradients over replicas. Collective."""
+        # All ranks must take part in the all-reduce, so a rank without a gradient adds zeros.
         for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -190,7 +189,7 @@ class Update:
             losses: Losses of the microbatches on the rank with the last stage, empty on other
                 ranks.
             count: Number of microbatches per step.
-            with_norm: Whether to compute the norm; if not, 0 is returned for it.
+            with_norm: Whether to compute the norm. If false, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
