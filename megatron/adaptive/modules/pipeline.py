@@ -289,8 +289,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor by which the loss is multiplied for backward passes; 1 except in
-        fp16."""
+        """Returns the factor that scales the loss for the backward pass; 1 except in fp16."""
         return self._update.scale
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

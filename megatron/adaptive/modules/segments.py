@@ -221,8 +221,7 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the size of shared parameters in elements, and the first and last segment using
-    them."""
+    """Returns the number of shared parameter elements, and the first and last segment with any."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)

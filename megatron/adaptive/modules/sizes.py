@@ -266,7 +266,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # With larger microbatches, there would be fewer microbatches than processes.
+    # Larger microbatches would be too few: fewer than processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
