@@ -1,13 +1,13 @@
-"""Caches arrays that are slow to build in a folder, and rebuilds them if a file is damaged.
+"""Caches slowly built arrays in a folder, and rebuilds them if a file is damaged.
 
 Each array is a file in numpy's format, which other programs can read, followed by a checksum::
 
     NAME.npy   | header | data | MAIDXSUM | 16 bytes: xxh3 of NAME.npy, header and data |
 
 A file is renamed to its final name only after its bytes are on the disk. Before an array is used,
-the whole file is read and its checksum is compared. A correct checksum only shows that the bytes
-have not changed, not that the array was made from the same data. The caller therefore also checks
-the arrays against each other and against the data.
+the whole file is read and its checksum is verified. A correct checksum only proves that the bytes
+have not changed, not that the array was built from the current data. The caller therefore also
+checks the arrays against each other and against the data.
 
 This module imports neither torch nor megatron-core.
 """
@@ -33,16 +33,16 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Function that returns what is wrong with the arrays, or an empty text if they are valid."""
+"""Function that returns the fault of the arrays as text, empty if they are valid."""
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-_PIECE_BYTES = 1 << 22  # small enough to stay in the processor's cache from reading to hashing
+_PIECE_BYTES = 1 << 22  # small, so that bytes are hashed while they are still in the CPU's cache
 
 
 class _DamageError(Exception):
-    """A cached file differs from what was written; the message says how."""
+    """Raised if a cached file is not as it was written; the message says how it differs."""
 
 
 def cached_arrays(
@@ -59,7 +59,7 @@ def cached_arrays(
     Args:
         cache: Path of the folder that contains the cached files.
         names: File name of each array, without the suffix ``.npy``.
-        make: Function that builds the arrays, in the order of ``names``.
+        make: Function that builds and returns the arrays, in the order of ``names``.
         check: Function that checks the arrays against each other and against the data they index.
 
     Raises:
@@ -111,7 +111,7 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Maps the array of a file into memory after comparing the checksum.
+    """Maps a file's array into memory, after verifying the checksum.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -1,4 +1,4 @@
-"""Renders conversations by a chat template and finds the text on which the loss is computed.
+"""Renders conversations with a chat template, and finds the text on which the loss is computed.
 
 A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` defines
 for templates. The assistant's messages (answers) are *taught*, that is, the loss is computed on
@@ -12,8 +12,8 @@ and with the answer::
 
 This fails if a template renders an answer differently once other messages follow. It also fails if
 an answer does not begin with the generation prompt, for example because the prompt ends with
-``<think>``. In these cases the answer is replaced by two different probe words, one after the
-other. What both renderings have in common is the text before and after the answer.
+``<think>``. In these cases the conversation is rendered twice, with two different probe words in
+place of the answer. The text that both renderings share is the text before and after the answer.
 
 This module imports neither torch nor megatron-core, and imports jinja only when a template is
 compiled.
@@ -40,7 +40,7 @@ Span = tuple[int, int]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Possible names of a message's field with reasoning; most templates read the first name."""
+"""Possible names of the message field that contains reasoning; most templates read the first."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
 # Probe words that replace an answer. Their first letters differ, and so do their last letters, so
 # that all text that two renderings have in common lies outside the probes.
@@ -51,7 +51,7 @@ _common_start = os.path.commonprefix
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Holds what a chat template renders: a conversation, its tools and its documents.
+    """Holds a conversation for a chat template, with its tools and its documents.
 
     Attributes:
         messages: Messages in order, each with a ``role`` and usually a ``content``.
@@ -80,7 +80,7 @@ class Written:
 
 
 class ChatTemplate:
-    """Renders conversations by the chat templates of a tokenizer.
+    """Renders conversations with a tokenizer's chat templates.
 
     Args:
         templates: Source text of each template, by name. Conversations with tools use the template
@@ -150,14 +150,14 @@ class _Around:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
-    """Holds how the text before an answer differs from the generation prompt.
+    """Describes how the text before an answer differs from the generation prompt.
 
     The generation prompt is the text with which a template asks the model to answer.
 
     Attributes:
         asked: Generation prompt; empty if there is none or it is unknown.
-        added: Text that the template writes after the prompt, before every answer.
-        opened: End of the prompt that the template does not write before an answer.
+        added: Text that the template writes between the prompt and every answer.
+        opened: Last part of the generation prompt, if the template omits it before an answer.
     """
 
     asked: str
@@ -166,7 +166,7 @@ class _Prompt:
 
 
 class _Renderer:
-    """Renders a conversation, and parts of it, by a chat template."""
+    """Renders a conversation, or some of its messages, with a chat template."""
 
     def __init__(
         self, template: str, tokens: Mapping[str, str], conversation: Conversation
@@ -195,7 +195,7 @@ class _Renderer:
                 messages=[*self.messages], add_generation_prompt=False, **self._options
             )
             for block in generated:
-                blocks.append(block)  # marks compute their offsets from the length of these blocks
+                blocks.append(block)  # a mark's offset is the total length of these blocks
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
@@ -224,7 +224,8 @@ class _Renderer:
         Args:
             number: Index of the assistant's message in the conversation, from 0.
             text: Rendered text of the whole conversation.
-            plain: Whether the replacing messages leave out the answer's tool calls and reasoning.
+            plain: Whether to leave the answer's tool calls and reasoning out of the messages that
+                replace it.
         """
         before = self.messages[:number]
         rest = self.messages[number + 1 :]
@@ -285,8 +286,8 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # Drop an incomplete tag at the end of the common text: two different tags begin there, so
-        # it is not part of the end mark.
+        # Drop an incomplete tag at the end of the common text. Two different tags begin there, so
+        # it does not belong to the end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
@@ -373,14 +374,14 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that a template may raise if a conversation does not suit it."""
+    """Returns the types of exceptions that a template may raise for an unsuitable conversation."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 class _Marks:
-    """Records where the blocks that a template marks as taught are in the rendered text."""
+    """Records the positions in the rendered text of blocks that a template marks as taught."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None

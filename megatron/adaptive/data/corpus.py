@@ -1,4 +1,4 @@
-"""Makes the default corpus from the source files of Python's standard library, without a download.
+"""Makes the default corpus from source files of Python's standard library, without a download.
 
 Chooses the source files, trains a vocabulary on them, tokenizes them, and writes this folder::
 
@@ -44,8 +44,8 @@ _FILES = (
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
 )
-# 256 symbols for the values of a byte, and the end-of-document token. With a smaller vocabulary
-# some text could not be encoded.
+# Count the 256 byte values and the end-of-document token. With a smaller vocabulary, some text
+# could not be encoded.
 _SMALLEST_VOCABULARY = 257
 
 
@@ -68,7 +68,7 @@ class CorpusSpec:
     workers: int = 1
 
     def settings(self) -> dict[str, int]:
-        """Returns the settings that an existing corpus must share with this one to be reused."""
+        """Returns the settings that an existing corpus must have in order to be reused."""
         return {"format": _FORMAT, "vocab_size": self.vocab_size, "max_bytes": self.max_bytes}
 
 
@@ -103,7 +103,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
     Raises:
         ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: There are no source files, or the output folder contains other files or a corpus
+        DataError: There are no source files; or the output folder contains other files or a corpus
             of a newer format, or cannot be written.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
@@ -244,7 +244,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises an error if a folder contains files that do not belong to a corpus."""
+    """Raises an error if a folder contains files other than those of a corpus."""
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -1,16 +1,15 @@
 """Builds the training, validation and test samples from token files, or generates mock samples.
 
 This module parses ``--data-path`` and similar flags, checks the data before training, and caches
-shuffling indices. The samples are those of megatron-core's ``GPTDataset``, or of a blend, which
-mixes several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples into
-microbatches.
+shuffling indices. Samples come from megatron-core's ``GPTDataset``, or from a blend, which mixes
+several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples into microbatches.
 
 In megatron-core only global rank 0 writes the shuffling indices of a corpus, and all other ranks
-read them. That fails on a node that does not share the disk of rank 0. Besides, a process that is
-killed leaves a half-written cache, and a corpus that was replaced under the same name is not
-noticed. Here, any process may write the cache, and a file lock lets one process per node do it.
-Files get their final names only when they are complete. The key of a cache includes the size and
-the modification time of the corpus.
+read them. That fails on a node that does not share the disk of rank 0. Also, a killed process
+leaves a half-written cache, and a corpus that was replaced under the same name goes unnoticed. With
+this module, any process may write the cache, and a file lock ensures that one process per node
+does. Files get their final names only when they are complete. The key of a cache includes the size
+and the modification time of the corpus.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
@@ -44,12 +43,12 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # a larger index array is checked only in some parts
+_CHECK_WHOLE_BYTES = 64 << 20  # index arrays above this size are checked only in parts
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
 Blend = tuple[list[str], list[float] | None]
-"""Paths of token files without suffix, and the weight of each file, as megatron-core takes them.
+"""Paths of token files without suffix, and the weight of each file, as in megatron-core.
 
 If the weights are ``None``, each file is read once, and is mixed in proportion to its size.
 """
@@ -79,7 +78,8 @@ def build_datasets(
 
     Args:
         data: Settings of the data, from the command line.
-        tokenizer: Tokenizer that made the token files; its ``eod`` and size affect the samples.
+        tokenizer: Tokenizer that made the token files; its ``eod`` and vocabulary size affect the
+            samples.
         seq_length: Number of tokens per sample.
         seed: Seed that determines the order of the samples.
         train_samples: Number of training samples of the whole run.
@@ -126,8 +126,8 @@ def build_datasets(
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
-            # Drop splits whose count is 0: megatron-core would still look for one sample of each,
-            # and may never end if there is none.
+            # Drop splits whose count is 0. Otherwise megatron-core would still look for one sample
+            # of each, and might search forever if there is none.
             config.split_matrix = [
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
@@ -183,7 +183,7 @@ def _quiet_megatron_core() -> Iterator[None]:
 
 
 def _is_too_much(error: BaseException | None) -> bool:
-    """Returns whether an error, or one of its causes, says that an array is too large."""
+    """Returns whether an error, or one of its causes, is about an array that is too large."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
@@ -195,7 +195,7 @@ def _is_too_much(error: BaseException | None) -> bool:
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
-    """Returns the files and weights of each split, and the same as settings of megatron-core."""
+    """Returns the files and weights of each split, also in the form of megatron-core's settings."""
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
@@ -223,8 +223,8 @@ def _check(
         data: Settings of the data, from the command line.
         blends: Files and weights of each split; a single entry if all splits share the same files;
             empty for mock data.
-        edges: Begin and end of each split as fractions of each file's documents; ``None`` unless
-            the splits share the same files.
+        edges: Start and end of each split, as fractions of the documents in each file; ``None``
+            unless the splits share the same files.
         counts: Number of samples that the run needs from each split.
         vocab_size: Number of token ids of the tokenizer.
     """
@@ -306,7 +306,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         self.path_to_cache = ""
 
     def prepare(self, path: str) -> Conversations:
-        """Returns the tokens of a file of conversations, from the cache if they are there."""
+        """Returns the tokens of a file of conversations; reads them from the cache if possible."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -328,7 +328,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
 
 
 class CachedGPTDataset(GPTDataset):
-    """GPT dataset of megatron-core that caches its shuffling indices by this package's code."""
+    """GPT dataset of megatron-core, whose shuffling indices this package's code caches."""
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
         names = [f"{self._cache_key()}-{part}" for part in _PARTS]
@@ -340,13 +340,13 @@ class CachedGPTDataset(GPTDataset):
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns what is wrong with the index arrays, or an empty text if they are valid.
+        """Returns the fault of the index arrays as text, empty if they are valid.
 
         Args:
-            documents: Numbers of the documents in shuffled order, ``[epochs * documents]``.
+            documents: Indices of the documents in shuffled order, ``[epochs * documents]``.
             samples: Start of each sample, as an index in ``documents`` and a token offset in that
                 document, ``[samples + 1, 2]``.
-            shuffle: Numbers of the samples in the order in which they are used, ``[samples]``.
+            shuffle: Indices of the samples in the order in which they are used, ``[samples]``.
         """
         arrays = (documents, samples, shuffle)
         if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
@@ -387,8 +387,8 @@ class CachedGPTDataset(GPTDataset):
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """Yields parts of an array: all of a small array, evenly spaced parts of a large array.
 
-    The checksum has already excluded damaged bytes. What remains to be found is an index that was
-    built from other data, and a few parts are enough to notice that.
+    The checksum has already excluded damaged bytes. An index that was built from other data can
+    still occur, and a few parts are enough to detect it.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

@@ -2,8 +2,9 @@ r"""Checks ``.bin/.idx`` token files before training uses them.
 
 megatron-core maps both files into memory without checking them. An index of another format fails an
 assertion, a truncated index is read past its end, and an id outside the vocabulary crashes the
-embedding in some later step. The checks here run before training, and name the file and what is
-wrong with it. They import neither torch nor megatron-core. The index has this layout::
+embedding in some later step. The checks in this module run before training, and their error
+messages name the file and its fault. The module imports neither torch nor megatron-core. The index
+has this layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
            9..16   version, u64            always 1
@@ -49,13 +50,13 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedInfo:
-    """Holds what the index says about a token file.
+    """Holds facts about a token file, read from its index.
 
     Attributes:
         prefix: Path of the ``.bin`` and ``.idx`` file without suffix.
         dtype: Integer type in which the ``.bin`` file stores token ids.
-        num_sequences: Number of sequences. megatron-core divides a corpus into training, validation
-            and test data by these.
+        num_sequences: Number of sequences. megatron-core assigns whole sequences to training,
+            validation and test data.
         num_tokens: Total number of tokens in all sequences.
     """
 
@@ -72,11 +73,11 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         prefix: Path of both files without suffix, as in ``--data-path``.
 
     Returns:
-        Type and number of the tokens, and number of the sequences.
+        Type and number of the tokens, and the number of sequences.
 
     Raises:
         DataError: A file is missing, truncated, or of another format or version, or the two files
-            contradict each other; the message names the file and what is wrong.
+            contradict each other. The message names the file and the fault.
     """
     idx_path = Path(f"{prefix}.idx")
     bin_path = Path(f"{prefix}.bin")
@@ -203,7 +204,7 @@ def _hint_for_missing(prefix: str) -> str:
 def pieces(
     count: int, itemsize: int, whole_bytes: int = _SCAN_WHOLE_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of parts of an array, as indices of elements.
+    """Yields parts of an array, each as a range of indices: the first, and one past the last.
 
     Each part has 4 MB. The parts cover a small array completely. In a large array they are evenly
     spaced, from the first element to the last.
@@ -211,8 +212,8 @@ def pieces(
     Args:
         count: Number of elements of the array.
         itemsize: Size of an element in bytes.
-        whole_bytes: Size in bytes up to which an array is covered completely; of a larger array,
-            parts of this total size are yielded.
+        whole_bytes: Largest size in bytes of an array that is covered completely. For a larger
+            array, the parts have this total size.
     """
     piece = _PIECE_BYTES // itemsize
     if count * itemsize <= whole_bytes:

@@ -24,11 +24,11 @@ from megatron.adaptive.errors import DataError
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8
-"""Standard deviation of the logarithm of a mock document's length, as in typical web corpora."""
+"""Standard deviation of the logarithm of mock documents' lengths, as in typical web corpora."""
 _MOCK_MEDIAN = 0.25
 """Median length of a mock document, as a fraction of ``--seq-length``."""
 _MOST_ORDERS = 2
-"""Number of epochs whose order of documents is kept in memory at the same time."""
+"""Maximum number of epochs whose order of documents is kept in memory at the same time."""
 
 
 class DocumentDataset(MegatronDataset):
@@ -99,7 +99,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text with the numbers of cut and omitted documents, empty if there are none."""
+    """Returns a text with the numbers of cut and of omitted documents; empty if both are 0."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -157,7 +157,7 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns what is wrong with a file's three arrays, or an empty text if they are valid."""
+        """Returns the fault of a file's three arrays as text, empty if they are valid."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
@@ -178,8 +178,8 @@ class Conversations:
         template; other fields are ignored.
 
         Returns:
-            Token ids, taught tokens and offsets, the three arguments of :class:`Conversations`. A
-            conversation without a message from the assistant has no tokens.
+            Token ids, taught tokens and offsets, to pass to :class:`Conversations`. A conversation
+            without a message from the assistant has no tokens.
 
         Raises:
             DataError: A line is not a conversation, or the file cannot be read.

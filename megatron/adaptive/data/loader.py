@@ -1,4 +1,4 @@
-"""Provides microbatches, which depend only on the number of samples consumed before.
+"""Provides microbatches. They depend only on the number of samples consumed before.
 
 Samples are taken in the order of the dataset, in blocks of ``micro_batch_size * dp_size``. Each
 data-parallel rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two
@@ -44,14 +44,14 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
-"""Callback after a microbatch was read. Its arguments are the microbatch's index in the step, and
-the monotonic times in nanoseconds at which reading began and ended."""
+"""Callback after each read of a microbatch. Its arguments are the microbatch's index in the step,
+and the times at which reading began and ended, in nanoseconds on the monotonic clock."""
 
 Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
 """Function that takes the sizes of a step's microbatches, and returns for each data-parallel
 replica the indices of its microbatches."""
 
-# Types in which data workers send a microbatch. 32 bits suffice for token ids and halve the size.
+# Types in which data workers send a microbatch. Token ids need only 32 bits, which halves the size.
 _WIRE_DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "labels": np.int32,
@@ -63,7 +63,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _PREFETCH = 4  # number of microbatches that each worker prefetches
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
-"""Entries that a sample has if samples differ in length."""
+"""Entries of each sample if samples differ in length."""
 
 
 class BatchSizes:
@@ -106,11 +106,11 @@ class BatchSizes:
         return self._sizes[int(consumed_samples / samples_per_increment)]
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Returns each replica's microbatches in the step after ``consumed_samples`` samples."""
+        """Returns the number of microbatches per replica in the step after ``consumed_samples``."""
         return self.global_batch_size_at(consumed_samples) // self._samples_per_microbatch
 
     def iterations_for(self, train_samples: int) -> int:
-        """Returns the number of iterations of a run; an incomplete last batch is left out.
+        """Returns the number of iterations of a run, not counting an incomplete last batch.
 
         Unlike Megatron-LM, this method also supports runs that end before the batch size has
         reached its final value.
@@ -137,8 +137,8 @@ class Batching:
         replicas: Number of data-parallel replicas.
         varies: Whether samples differ in length.
         pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed.
-        multiple: Each row is padded to a multiple of this number of tokens.
-        group: The number of microbatches per replica and step must be a multiple of this number.
+        multiple: Number of tokens; each row is padded to a multiple of it.
+        group: Number that must divide the number of microbatches per replica and step.
         least: Smallest number of microbatches per replica and step.
     """
 
@@ -194,13 +194,13 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     If this gives fewer rows than ``least``, or not a multiple of ``unit``, rows with the most
     samples are split.
 
-    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, which
-    needs at most 11/9 of the fewest rows, plus one.
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973, on first fit decreasing. It
+    needs at most 11/9 of the minimum number of rows, plus one.
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Largest number of tokens per row; no sample is longer.
-        unit: The number of rows must be a multiple of this number.
+        room: Largest number of tokens per row. No sample may be longer.
+        unit: Number that must divide the number of rows.
         least: Smallest allowed number of rows.
 
     Returns:
@@ -258,7 +258,7 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the number of tokens of a sample, even if several datasets are blended."""
+    """Returns the number of tokens of a sample, also for a blend of several datasets."""
     while hasattr(dataset, "dataset_index"):
         part = dataset.dataset_index[index]
         index = dataset.dataset_sample_index[index]
@@ -277,7 +277,8 @@ class MicrobatchLoader:
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
         batching: Decides which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
-        reads: Whether this rank needs the tokens. If not, it only uses the lengths of samples.
+        reads: Whether this rank needs the tokens. A rank that does not only uses the lengths of
+            samples.
         num_workers: Number of processes that prefetch; 0 reads in this process. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
@@ -400,7 +401,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of a block from the workers; skips parts that were not used."""
+        """Returns this rank's part of a block from the workers; skips parts of earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -552,7 +553,8 @@ class LengthMicrobatches(StepMicrobatches):
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:
-    # Workers send arrays, because tensors would go through /dev/shm, which is small in containers.
+    # Return arrays, because workers would send tensors through /dev/shm, which is small in
+    # containers.
     return {
         key: np.stack([np.asarray(sample[key], dtype=dtype) for sample in samples])
         for key, dtype in _WIRE_DTYPES.items()
@@ -561,12 +563,13 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # End this worker with its rank. A worker inherits the rank's connections. If it outlived a
-    # killed rank, these would stay open, and other ranks would continue to wait for that rank.
+    # Make this worker end with its rank. A worker inherits the rank's connections. If the worker
+    # outlived a killed rank, the connections would stay open, and other ranks would keep waiting
+    # for that rank.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)
-    # Workers ignore signals to the whole process group, because the trainer handles these. If a
-    # worker died, the trainer could not finish its step. Workers end when the trainer ends.
+    # Ignore signals to the whole process group, because the trainer handles them. If a worker died,
+    # the trainer could not finish its step. Workers end when the trainer ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

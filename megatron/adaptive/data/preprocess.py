@@ -8,8 +8,8 @@
 The output files appear only once everything is converted. The parent process reads and writes
 files, worker processes parse and tokenize. Only a few batches are in progress at a time, so memory
 use does not grow with the input. The output does not depend on the number of workers. The parent
-imports torch and megatron-core only when it writes the first result. The workers thus start without
-these packages, and already tokenize while the parent imports them.
+imports torch and megatron-core only when it writes the first result. So workers start without these
+packages, and tokenize while the parent imports them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PreprocessSpec(TokenizerConfig):
     workers: int = 1
 
     def prefix_of(self, key: str) -> str:
-        """Returns the path of a key's token files without suffix, as ``--data-path`` takes it."""
+        """Returns the path of a key's token files without suffix, for ``--data-path``."""
         return f"{self.output_prefix}_{key}_document"
 
 
@@ -95,7 +95,7 @@ class PreprocessSummary:
 
 
 _Batch = tuple[Path, int, list[bytes]]
-"""Path of an input file, number of the batch's first line, and its lines, even blank ones."""
+"""Path of an input file, number of the batch's first line, and all lines of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files that file names and glob patterns match, each file once.
+    """Returns the files that match file names and glob patterns, each file once.
 
     The files of a pattern are sorted by name.
 
@@ -233,7 +233,7 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Otherwise the library would start a thread per core in each of the worker processes.
+        # Turn the library's threads off. It would start a thread per core in each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys

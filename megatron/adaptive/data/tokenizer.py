@@ -41,7 +41,7 @@ _TEMPLATE_TOKENS = tuple(
 _CHAT_VERSION = 2
 """Version of the code that chooses the tokens on which the loss is computed.
 
-It is part of the key of cached tokens, so raise it if that code changes.
+The version is part of the key of cached tokens, so increase it if that code changes.
 """
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
@@ -53,7 +53,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
 
     Args:
         vocab_size: Number of token ids of the tokenizer.
-        make_divisible_by: The size per rank becomes a multiple of this number, the value of
+        make_divisible_by: Number of which the size per rank must be a multiple, the value of
             ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: Number of ranks over which the embedding is split.
 
@@ -71,8 +71,8 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: Number of token ids, including the end-of-document id; all ids are smaller.
         eod: End-of-document id.
-        unique_identifiers: Values that distinguish this tokenizer from others. They are part of
-            the keys of cached dataset indices.
+        unique_identifiers: Values that distinguish this tokenizer from others. The keys of cached
+            dataset indices contain them.
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
@@ -90,7 +90,7 @@ class Tokenizer(ABC):
         return self.tokenize(f"{role}:\n")
 
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a conversation, and for each whether it is taught.
+        """Returns the token ids of a conversation, and whether each token is taught.
 
         Taught tokens are those on which the loss is computed, that is, the assistant's text.
         Without a chat template, a message is tokenized as the heading of its role, its content, and
@@ -127,7 +127,7 @@ class Tokenizer(ABC):
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Wraps a tokenizer of the ``tokenizers`` library.
+    """Wraps a tokenizer object of the ``tokenizers`` library.
 
     Args:
         encoder: Tokenizer object of the ``tokenizers`` library.
@@ -164,7 +164,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             A rule is two tokens separated by a space.
 
     Raises:
-        DataError: A file is missing or malformed, or the two do not belong together.
+        DataError: A file is missing or malformed, or the two files do not belong together.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -201,9 +201,9 @@ def _check_merges(
 ) -> None:
     """Checks that a vocabulary and its merges belong together.
 
-    Every token of several bytes is the result of a merge rule. If a token or a rule was changed,
-    there is therefore a token without a rule. In most vocabularies, ids are in the order of the
-    rules. In these, rules that are out of order are found as well.
+    Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
+    some token has no rule. In most vocabularies, ids are in the order of the rules. In such
+    vocabularies, the check also finds rules that are out of order.
 
     Raises:
         DataError: An id occurs twice, ids have gaps, a rule occurs twice, a token has no rule, or a
@@ -216,7 +216,7 @@ def _check_merges(
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
         raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    if len(set(merges)) != len(merges):  # not merged_ids: two rules may give the same token
+    if len(set(merges)) != len(merges):  # compares rules, because two rules may give the same token
         raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
     has_rule = set(merged_ids)
     alone = [
@@ -432,7 +432,7 @@ class NullTokenizer(Tokenizer):
         return [self._number(digits) for digits in text.split()]
 
     def heading(self, role: str) -> list[int]:
-        return []  # words such as role names have no ids
+        return []  # role names have no token ids
 
     def _number(self, digits: str) -> int:
         try:
@@ -501,7 +501,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
     Args:
         name: Name of the package to import.
         flag: Flag or value that needs the package; the error message names it.
-        extra: Name of this project's optional dependencies (pip extra) that contain the package.
+        extra: Name of this project's pip extra that installs the package.
 
     Raises:
         ConfigError: The package is missing.
@@ -516,7 +516,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks all tokens that overlap a range of characters as taught.
+    """Marks all tokens in a range of characters as taught, even if they only overlap it.
 
     Args:
         taught: Whether the loss is computed on each token; changed in place.
