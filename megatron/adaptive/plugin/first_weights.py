@@ -1,7 +1,7 @@
 """Draws each layer's initial weights by layer number, in an unmodified Megatron-LM.
 
 Megatron-LM seeds the random generators by pipeline rank, and a rank draws its layers one after the
-other. So the same model has other initial weights if a layer is on another rank. With
+other. So the initial weights of a model change if a layer moves to another rank. With
 ``first_weights by-layer``, the generators are seeded separately for each part of a GPT, and
 restored after the part is built::
 
@@ -10,8 +10,8 @@ restored after the part is built::
       └─ layer n of all     seed, "layer n"         on any rank
       └─ prediction n       seed, "mtp n"           including the layer in it
 
-As in megatron-core, ranks of a tensor- or expert-parallel group draw different numbers from the
-generators that are meant for that, and equal numbers from the others.
+As in megatron-core, ranks of a tensor- or expert-parallel group draw different numbers for weights
+that are split among them, and equal numbers for all others.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class FirstWeights:
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
         """Seeds all random generators for a part of the model; restores them after the block."""
-        # A layer within another one uses the outer layer's seed.
+        # A layer inside another layer uses the outer layer's seed.
         if self._is_in_layer or not self._is_on():
             yield
             return
@@ -153,7 +153,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's positions in the parallel groups on which a generator's seed depends."""
+    """Returns this rank's positions in the parallel groups that affect a generator's seed."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

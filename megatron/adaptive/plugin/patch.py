@@ -1,8 +1,8 @@
 """Replaces megatron-core's ``get_forward_backward_func`` by one that runs steps on the executor.
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
-package, and modules of Megatron-LM import it by name. In all of them, it is replaced by the same
-object, and restored when the plugin is uninstalled. The replacement holds the plugin's whole state.
+package, and modules of Megatron-LM import it by name. The plugin replaces it in all these modules
+by one object, which holds the plugin's whole state. Uninstalling the plugin restores the function.
 :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that return the position of
 a stage.
 """
@@ -32,7 +32,7 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
-"""Exit status of a process that SIGINT has ended."""
+"""Exit status of a process that SIGINT ended."""
 StepFunction = Callable[..., Any]
 
 
@@ -46,9 +46,9 @@ class Seam:
 
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
-        engine: Engine that runs the steps, ``None`` before the first one.
+        engine: Engine that runs the steps, ``None`` before the first step.
         placed: Replacements of megatron-core's functions that return the position of a stage.
-        first_weights: Replacements of constructors that draw first weights by layer, if the
+        first_weights: Replacements of constructors that draw initial weights by layer, if the
             settings say so.
     """
 
@@ -135,9 +135,9 @@ class Seam:
     def leave_at_once(self) -> None:
         """Ends the process after an uncaught error, with the exit status that Python would give.
 
-        It is registered early, so it is one of the last exit functions to run. The engine's threads
-        still wait for messages. If a message arrived while Python shuts down, the process would
-        abort.
+        The method is registered early, so it is one of the last exit functions to run. At that
+        point the engine's threads still wait for messages. If a message arrived while Python shuts
+        down, the process would abort.
         """
         error = getattr(sys, "last_value", None)
         if error is None or self.engine is None or not self.engine.left_open:
@@ -160,7 +160,7 @@ class Seam:
     def _settings_of_model(self) -> Settings:
         """Returns the settings with flags applied.
 
-        They are computed once for each set of parsed arguments.
+        The result is computed once for each set of parsed arguments.
         """
         arguments = megatron_arguments()
         cached = self._cached
@@ -173,8 +173,9 @@ class Seam:
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
     """Wraps megatron-core's own loop so that it keeps outputs until they have been sent.
 
-    megatron-core frees an output when its sending has begun. On a GPU the stream keeps the memory
-    in use. But gloo sends directly from the output's memory, which the next tensor would overwrite.
+    megatron-core frees an output as soon as sending it has begun. On a GPU this is safe, because
+    the stream keeps the memory in use. But gloo sends directly from the output's memory, and a new
+    tensor could overwrite it.
     """
 
     @functools.wraps(run_step)

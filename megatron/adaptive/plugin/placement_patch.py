@@ -10,12 +10,12 @@ is installed. The replacements change results only if the placement is a V::
     rank 3                  3   7 :L             E: 0   7 :L
 
 In the drawing, E is the embedding and L the loss. The first and the last stage are on the *last*
-rank, because Megatron-LM reads losses and numbers of tokens there, and writes its logs there. So of
-these two only the first stage moves. The engine counts positions from the last rank, so that its V
-begins at position 0, as everywhere in this package.
+rank, because Megatron-LM reads losses and numbers of tokens on that rank, and writes its logs
+there. So the last stage stays where it is, and only the first stage moves. The engine counts
+positions from the last rank, so that the V begins at position 0, as everywhere in this package.
 
-- Each stage has the same layers as in megatron-core's loop. Layer numbers, and names in
-  checkpoints, follow from :class:`PlacedLayout`.
+- Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines layer
+numbers and names in checkpoints.
 - Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
 - A forward step may ask whether its rank is the first, without naming a chunk. The answer is for
@@ -57,7 +57,7 @@ class TurnedLayout(PlacedLayout):
     Args:
         placement: Assignment of pipeline stages to positions.
         stages: Names of the layers in each stage, in pipeline order.
-        original: Layout that the model's configuration had before it was replaced by this one.
+        original: Layout in the model's configuration that this one replaces.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -78,7 +78,7 @@ class Placed:
 
     Attributes:
         running: Index of the chunk whose forward step is running, or ``None``. If megatron-core
-            asks about a stage without naming a chunk, it means this one.
+            asks about a stage without naming a chunk, the answer is about this chunk.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -127,8 +127,8 @@ class Placed:
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes process groups, with the rank of a V's first stage in the embedding groups."""
-        renew_program()  # only now, because the program has imported all its modules
+        """Makes process groups; embedding groups contain the rank of the first stage in a V."""
+        renew_program()  # done here, because by now the program has imported all its modules
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
@@ -178,7 +178,8 @@ class Placed:
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Sets the layout of a V in a model's configuration."""
-        # If the configuration is a copy of one that was changed here, use the original layout.
+        # If this function already changed the configuration, or one that it was copied from, use
+        # the original layout.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
@@ -217,7 +218,7 @@ class Placed:
             return loaded
         from megatron.adaptive.checkpoint.megatron_state import with_own_storage
 
-        if isinstance(loaded, tuple):  # other elements list keys that did not match
+        if isinstance(loaded, tuple):  # the other elements list keys that did not match
             return (with_own_storage(loaded[0]), *loaded[1:])
         return with_own_storage(loaded)
 
@@ -226,7 +227,7 @@ def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
     """Replaces an object where it is defined and in every module that has imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
-        # Read the module's dictionary, because getattr would make lazy modules load.
+        # Read the module's dictionary, because getattr would trigger imports in lazy modules.
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
@@ -306,7 +307,7 @@ def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, stages_of(layers, config.mtp_num_layers or 0)))
 
 
-# Cached, because Megatron-LM makes a configuration object for every batch that it reads.
+# Cache layouts, because Megatron-LM makes a configuration object for every batch that it reads.
 @functools.lru_cache(maxsize=8)
 def _turned(ranks: int, stages: Sequence[Sequence[str]], original: Any) -> TurnedLayout:
     placement = Placement(num_ranks=ranks, num_chunks=_CHUNKS, kind="v")

@@ -1,10 +1,10 @@
 """Traces a user's Megatron-LM and writes the progress of its run.
 
 The executor traces actions, waits and messages, as in the trainer of this package. Other work is
-traced without a change of Megatron-LM. Reads of its data iterator become spans ``data``, and the
-function that finishes gradients ``reduce``. torch's hooks around the step of every optimizer give
-spans ``optimizer``, evaluation steps ``evaluate``, and ``dist_checkpointing.save`` gives
-``checkpoint``. Losses are read from the result of a step.
+traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads of its data
+iterator, ``reduce`` for the function that finishes gradients, ``optimizer`` for optimizer steps (by
+torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
+``dist_checkpointing.save``. Losses are read from the result of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ENDED = "the program ended"
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """Contains facts about the current training step.
+    """Describes the current training step.
 
     Attributes:
         iteration: Number of the step.
@@ -86,7 +86,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # number of optimizer steps that are running, one within another
+        self._optimizers = 0  # nesting depth of the optimizer steps that are running
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -134,7 +134,7 @@ class StepTrace:
     def returned(self, reported: Sequence[Any]) -> None:
         """Stores the loss from the result of a training step.
 
-        Collective over replicas, but does not wait for the other replicas.
+        Collective over replicas, but starts the reduction without waiting for it.
         """
         self._loss = _mean_loss(reported)
 
@@ -229,11 +229,12 @@ class StepTrace:
 
 
 class _Timed:
-    """Wraps a data iterator and times its reads. Other attributes are passed on.
+    """Wraps a data iterator and times its reads. Other attributes are those of the iterator.
 
     Args:
         iterator: Iterator over microbatches.
-        was_read: Function called with the index, start and end of each read, in nanoseconds.
+        was_read: Function that is called after each read, with the index of the read, and its start
+            and end in nanoseconds.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
@@ -258,7 +259,7 @@ class _Timed:
 def stage_sizes(
     job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Returns each stage's number of layers, and its compute cost as a number of layers.
+    """Returns each stage's number of layers, and its compute cost in units of one layer.
 
     Collective over all ranks. The cost is the stage's number of multiply-adds divided by that of
     one layer, as in the trainer of this package. Both results are empty if a chunk has no list of
@@ -282,7 +283,7 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns a chunk's number of layers, and two costs in multiply-adds per token.
 
-    These are the cost of one layer, and of computing logits.
+    The two costs are those of one layer and of computing logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -302,8 +303,8 @@ def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
 
     Returns ``None`` if Megatron-LM reports no loss.
 
-    Source: ``train_step`` of Megatron-LM: it reports a loss, or the sum over tokens together with
-    their number.
+    Source: ``train_step`` of Megatron-LM, which reports either a loss, or a sum over tokens and the
+    number of tokens.
     """
     if not reported or not isinstance(reported[0], Mapping) or not reported[0]:
         return None

@@ -1,4 +1,4 @@
-"""Defines the plugin's settings, which are given in code or on Megatron-LM's command line.
+"""Defines the plugin's settings, which users give in code or on Megatron-LM's command line.
 
 This module imports neither torch nor megatron-core, because flags are added before either is
 needed.
@@ -23,7 +23,7 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Defines flags that only the plugin has, and a model's settings that are checked with them."""
+    """Defines flags that only the plugin has, and model settings that are checked with them."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
@@ -114,7 +114,7 @@ class Settings:
         self.require()
 
     def require(self, **model: Any) -> None:
-        """Checks that the settings are possible together with each other and with a model.
+        """Checks that the settings do not contradict each other or the model.
 
         Args:
             **model: Settings of the model and of its division into chunks.
@@ -137,7 +137,7 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions; ``None`` if the model decides."""
+        """Returns whether weight gradients are separate actions; ``None`` lets the model decide."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None

@@ -2,8 +2,8 @@
 
 All ranks build the executor together at the first step.
 
-This module makes and closes the channels between ranks, the tuner of ``auto``, the keys of dropout
-and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
+This module makes and closes the channels between ranks, the tuner for ``auto``, the seeds for
+dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
 :mod:`~megatron.adaptive.plugin.run_trace` traces the rest of Megatron-LM.
 """
 
@@ -67,11 +67,11 @@ class Engine:
             the steps on the executor.
 
     Attributes:
-        left_open: Whether channels were left open by :meth:`close`, because a step has failed.
-            Their threads still wait for messages.
+        left_open: Whether :meth:`close` left channels open, because a step has failed. The threads
+            of these channels still wait for messages.
     """
 
-    # Both are set in the first step.
+    # The first step sets both attributes.
     _job: Job
     _orders: Orders
 
@@ -147,7 +147,7 @@ class Engine:
                     trace.returned(reported)
             return reported
         except BaseException:
-            self._broken = True  # other ranks would not take part in an orderly close
+            self._broken = True  # other ranks will not take part in an orderly close
             raise
         finally:
             self._runs = False
@@ -155,8 +155,8 @@ class Engine:
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Counts the step, and returns its arguments with keyed dropout and traced data reads."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
-        # Take the number from Megatron-LM if it has one: it may run a step again, to check that the
-        # results are the same.
+        # Use Megatron-LM's step number if there is one, because Megatron-LM may repeat a step to
+        # check that the results are the same.
         self._iteration = (self._iteration if current is None else current) + 1
         if self._dropout is not None:
             keyed = self._dropout.keyed(
@@ -207,7 +207,8 @@ class Engine:
             wiring.close()
 
     def _close_at_exit(self) -> None:
-        # After an uncaught error, other ranks do not close their channels. So do not wait for them.
+        # Do not wait for other ranks after an uncaught error, because they do not close their
+        # channels.
         self._broken = self._broken or getattr(sys, "last_value", None) is not None
         try:
             self.close()
@@ -270,7 +271,7 @@ class Engine:
             self._tuner = self._make_tuner(config)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns what this rank is doing. The thread of the hang guard calls it."""
+        """Returns this rank's current activity. The thread of the hang guard calls it."""
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
@@ -300,7 +301,7 @@ class Engine:
     def _make_keys(self, config: Any) -> DropoutKeys | None:
         """Returns the keys for drawing dropout's random numbers; ``None`` without keyed dropout.
 
-        Prints a line if dropout will therefore differ from run to run.
+        Prints a line if dropout will differ from run to run without them.
         """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
@@ -456,7 +457,7 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns the settings of the plugin and of experts that must be equal on all ranks."""
+    """Returns the settings, including those of experts, that must be equal on all ranks."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     for name in ("trace_dir", "schedule_file"):  # paths may differ between ranks
         shared.pop(name, None)

@@ -1,7 +1,7 @@
 """Rejects features of Megatron-LM that the engine does not support, before the first step.
 
-megatron-core's own loop does more than run forward and backward passes. Each check here is for a
-part of that loop that the engine lacks, or for a model that relies on the loop's order.
+megatron-core's own loop does more than run forward and backward passes. Each check rejects a
+feature of that loop that the engine lacks, or a model that relies on the loop's order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Attributes by which models with several inputs are recognised, with the kind of model."""
+"""Maps an attribute that shows that a model has several inputs to the kind of model."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
@@ -68,8 +68,8 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 def _check_groups(origin: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
     """Raises an error for process groups other than those of ``parallel_state``.
 
-    This includes the groups of several models that are trained at once. They exchange a dictionary
-    of tensors, and have no groups with these names.
+    This includes the groups of several models that are trained at once. Such models exchange a
+    dictionary of tensors, and have no groups with these names.
     """
     for kind, name in names.items() if groups is not None else ():
         if not _is_of_parallel_state(kind, getattr(groups, name, None)):
@@ -146,7 +146,8 @@ def check_model(
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
     """Raises an error for fp8 with delayed scaling under a run-time rule.
 
-    Its forward passes reduce over replicas, which choose different orders under such a rule.
+    With delayed scaling, forward passes reduce over replicas, but replicas may choose different
+    orders under such a rule.
     """
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
@@ -161,8 +162,8 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
     kind = get_model_type(chunk)
-    # Compare names: megatron-core has two enumerations called ModelType. Its models use one,
-    # Megatron-LM uses the other.
+    # Compare names, because megatron-core has two enumerations called ModelType: its models use
+    # one, Megatron-LM uses the other.
     if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
         raise ConfigError(
             f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
@@ -186,11 +187,11 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why separate weight gradients may cost more than they gain; ``None`` if they do not.
+    """Returns why separate weight gradients may cost more than they save; ``None`` otherwise.
 
-    Usually, B keeps less memory for a later W than it frees in activations, so the limit on
-    activations still holds. In the cases here this is not so, or reductions of gradients no longer
-    overlap with backward passes.
+    Usually, B frees more memory in activations than it keeps for a later W, so the limit on
+    activations still holds. In the cases that this function finds, B keeps more, or reductions of
+    gradients no longer overlap with backward passes.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less than weight gradients need"
