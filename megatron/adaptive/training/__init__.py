@@ -1,1 +1,1 @@
-"""Training loop with its hooks, the process around it, logging, and measurement of layers."""
+"""Contains the training loop with its hooks, its process, logging, and layer measurement."""

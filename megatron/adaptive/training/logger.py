@@ -1,9 +1,9 @@
-"""Defines loggers, which receive the curves of a run, and finds them.
+"""Defines and finds loggers, which receive the metrics of a run.
 
-A logger is a subclass of :class:`Logger`. A logger of this package is in a module of the folder
-``loggers``, and is found there. Your own logger can be anywhere: give
-``--logger package.module:Class``. A package can also publish its loggers as entry points of the
-group ``megatron_adaptive.loggers``, which are selected by name.
+A logger is a subclass of :class:`Logger`. The loggers of this package are modules of the folder
+``loggers``, where this module finds them. Your own logger can be anywhere: give ``--logger
+package.module:Class``. A package can also publish its loggers as entry points of the group
+``megatron_adaptive.loggers``, which are selected by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Logger:
     """Passes the values of a run to an experiment tracker, such as TensorBoard.
 
     Subclasses define the methods that they need; the others do nothing. Only the rank that writes
-    the log makes an object. If a method raises an error, a warning is printed, and the logger
+    the log makes a logger object. If a method raises an error, a warning is printed, and the logger
     receives no more values; training continues.
 
     Args:
@@ -61,7 +61,7 @@ class Logger:
 
 
 def built_in_loggers() -> dict[str, type[Logger]]:
-    """Returns the loggers of this package by name: all that the modules of ``loggers`` define."""
+    """Returns this package's loggers by name, from all modules of the folder ``loggers``."""
     from megatron.adaptive.training import loggers
 
     values = [value for module in modules_in(loggers) for value in vars(module).values()]
@@ -72,7 +72,8 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
     """Returns the classes of all loggers that a run uses.
 
     Raises:
-        ConfigError: A name of ``--logger`` is unknown, cannot be imported, or is not a logger.
+        ConfigError: A name given to ``--logger`` is unknown, cannot be imported, or is not a
+            logger.
     """
     table = built_in_loggers()
     settings = cfg.logging

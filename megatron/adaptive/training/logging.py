@@ -1,12 +1,12 @@
-"""Reports a run: Megatron-LM's log lines, curves in loggers, progress.jsonl, a progress bar.
+"""Reports a run as Megatron-LM's log lines, metrics in loggers, progress.jsonl and a bar.
 
 The training loop measures each iteration and passes an :class:`IterationReport`. This module
-decides how often and in which words to report it, and computes averages. It converts the report to
-a list of values (figures), which it writes as a line, as curves and as an entry of
+decides when and in which words to report, and computes averages. It converts the report to a list
+of values (figures), which it writes as a log line, as points of curves and as an entry of
 ``progress.jsonl``. Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``,
 ``loggers``) receive curves, the picture of a step and the diagnosis's findings.
 
-A single rank writes everything: the last of the ranks that have the loss. If stages are placed
+A single rank writes everything: the last rank of those that have the loss. If stages are placed
 round-robin, this is the last rank of all, as in Megatron-LM.
 """
 
@@ -50,8 +50,8 @@ _MAX_EXPONENT = 20.0  # limit of Megatron-LM: a perplexity above exp(20) is show
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns Megatron-LM's line about the parallel sizes.
 
-    Numbers of ranks of unequal stages, and a context-parallel size above 1, are appended, so that
-    the beginning of the line always has the same format.
+    The numbers of ranks of unequal stages, and a context-parallel size above 1, come at the end, so
+    that the beginning of the line always has the same format.
     """
     parallel = cfg.parallel
     line = (
@@ -77,7 +77,7 @@ class TrainedStep(StepResult):
         num_microbatches: Number of microbatches that this rank processed in the step.
         load: Number of tokens and fraction of padding over all microbatches, ``None`` if samples
             have equal lengths.
-        begin_s: Time at which the step began in seconds, by :func:`time.perf_counter`.
+        begin_s: Start time of the step, as a value of :func:`time.perf_counter` in seconds.
     """
 
     iteration: int
@@ -118,7 +118,7 @@ class IterationReport(TrainedStep):
 
 
 class TrainingLog:
-    """Writes the log of a run: lines on ``stream``, curves in loggers, a bar on a terminal.
+    """Writes a run's log: lines to ``stream``, metrics to loggers, a bar if on a terminal.
 
     Every rank makes the same calls on its own object, but only one rank writes. Not thread-safe.
 
@@ -129,8 +129,8 @@ class TrainingLog:
         total_iterations: Number of iterations of the whole training run.
         start_iteration: Number of iterations done before this process began, 0 for a new run.
         stream: Stream to which lines are printed, ``None`` for standard output.
-        padded_vocab_size: Number of rows of the embedding, for the FLOPs; ``None`` to load the
-            tokenizer and take the number from it.
+        padded_vocab_size: Number of rows of the embedding, to compute FLOPs; ``None`` to load the
+            tokenizer and derive the number from it.
 
     Raises:
         ConfigError: If TensorBoard's folder cannot be written.
@@ -163,7 +163,7 @@ class TrainingLog:
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
-        # Every rank looks the loggers up, so that a wrong name is an error on all ranks.
+        # Look the loggers up on every rank, so that a wrong name is an error on all ranks.
         self._loggers = find_loggers(cfg)
         self._progress = ProgressFile(None)
         if is_writer:
@@ -204,7 +204,7 @@ class TrainingLog:
         was_writer, self._is_writer = self._is_writer, is_writer
         gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
-            self._open_progress(iteration)  # the earlier file was moved away with the traces
+            self._open_progress(iteration)  # the earlier file was moved together with the traces
         elif is_writer:
             (self._reports,) = (reports for reports in gathered if reports is not None)
             self._open(iteration)
@@ -213,14 +213,14 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``; ``None`` if this rank writes no curves."""
+        """Object with TensorBoard's ``add_scalar``; ``None`` if this rank writes no metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
         """Logs an iteration; prints a line at each ``--log-interval``.
 
-        The line has means of time, losses and bubble over the iterations since the last line, and
-        the latest value of everything else. Losses of skipped iterations are not included.
+        The line has the means of time, losses and bubble over the iterations since the last line,
+        and the latest value of all other quantities. Losses of skipped iterations are not included.
         """
         if not self._is_writer:
             return
@@ -285,7 +285,7 @@ class TrainingLog:
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # A finding that is not reported any more has been fixed, so set its gain to 0.
+        # Set the gain of a finding that is no longer reported to 0, because it has been fixed.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -346,8 +346,8 @@ class TrainingLog:
         """Lists all values to report for an iteration, in the order of the log's line.
 
         Source: ``training_log`` of Megatron-LM, for names, order and widths in the line up to the
-        number of NaN iterations, and for TensorBoard's tags. Other values do not exist in
-        Megatron-LM.
+        number of NaN iterations, and for TensorBoard's tags. Megatron-LM does not have the other
+        values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)
@@ -437,12 +437,12 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Formatted value for the log's line, empty if the value is unknown."""
+        """Value formatted for the log line, empty if the value is unknown."""
         return "" if self.value is None else self.form.format(self.value)
 
 
 def _perplexity(loss: float) -> float:
-    # Keep this order of arguments: min() returns a NaN only if it is the first one.
+    # Keep this order of arguments, because min() returns a NaN only if it is the first argument.
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
@@ -470,7 +470,7 @@ class _Curves:
         self._loggers = [make_logger(logger, cfg) for logger in loggers]
 
     def add(self, figure: _Figure, iteration: int) -> None:
-        """Adds a value to its curve, if flags do not turn the curve off."""
+        """Adds a value to its curve, unless flags turn the curve off."""
         if figure.curve and figure.value is not None and figure.curve not in self._left_out:
             self.add_scalar(figure.curve, figure.value, iteration)
 
@@ -487,7 +487,7 @@ class _Curves:
         self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:
-        """Passes an image of the last step in the traces to the loggers.
+        """Draws the last traced step, and passes the image to the loggers.
 
         Args:
             traces: Folder of the traces.
@@ -516,7 +516,7 @@ class _Curves:
         for logger in list(self._loggers):
             try:
                 act(logger)
-            except Exception as error:  # the packages may raise errors of any type
+            except Exception as error:  # the loggers' packages may raise errors of any type
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__

@@ -1,7 +1,7 @@
 """Runs the training loop: one step after another, with hooks before and after each.
 
-A hook handles one concern of a training run besides its steps, such as checkpoints. The loop calls
-all hooks in a fixed order. They share access to the run.
+A hook handles one task of a training run other than its steps, such as checkpoints. The loop calls
+all hooks in a fixed order, and they share access to the run.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Trainer:
 
 
 class Hook:
-    """Handles one concern of the training loop.
+    """Handles one task of the training loop, such as checkpoints.
 
     Every rank must have the same hooks, called in the same order.
     """
@@ -188,27 +188,27 @@ class RunHook(Hook):
 class TrainingRun:
     """Holds the current run, with its checkpoints, snapshots and data loader.
 
-    If stages move to other ranks, another run replaces the current one. The current one is
-    destroyed first, so the caller must not keep a reference to it.
+    If stages move to other ranks, a new run replaces the current one. The current run is destroyed
+    first, so the caller must not keep a reference to it.
 
     Args:
         run: Run with a built model.
         log: Log for steps, messages and validations.
         progress: Numbers of iterations and samples in a loaded checkpoint, ``None`` if none was
             loaded.
-        report_position: Function that receives a description of what the rank is doing, for errors
-            about lost peers.
-        connect: Function that receives the run whose channels are notified of a lost rank, or
+        report_position: Function that takes a description of the rank's current activity, for
+            errors about lost peers.
+        connect: Function that takes the run whose channels must be notified of lost ranks, or
             ``None`` while there are no channels.
-        local: Local disk of this node, to which checkpoints are written first; ``None`` without
-            one.
+        local: Local disk of this node, to which checkpoints are written first; ``None`` if none is
+            used.
 
     Attributes:
         run: Run that is being trained.
         log: Log for steps, messages and validations.
         config: Settings of the run.
         progress: Numbers of iterations and samples done so far.
-        is_loaded: Whether training began with a checkpoint.
+        is_loaded: Whether training began from a checkpoint.
         step: Object that runs training and validation steps.
         dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned
             round-robin.
@@ -253,7 +253,7 @@ class TrainingRun:
         )
 
     def release(self) -> None:
-        """Drops all references to the current run, so that its memory can be freed."""
+        """Drops all references to the current run, so that the run's memory can be freed."""
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
@@ -267,7 +267,7 @@ class TrainingRun:
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
-        """Sets counters of the progress to new values, by name."""
+        """Sets counters in ``progress`` to new values, by name."""
         self.progress = dataclasses.replace(self.progress, **changes)
 
     def own_microbatches(self, num_microbatches: int) -> int:
@@ -330,10 +330,10 @@ def shares_gpus(job: Job) -> bool:
 class Rebalancing(RunHook):
     """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
 
-    With ``--pipeline-schedule auto``, one decision is made after the first steps. It includes the
-    layers of each stage, unless ``--partition`` sets them. With ``--repartition auto``, the layers
-    of each stage are decided again after each interval. All ranks make the same decisions. A
-    decision takes effect before the next step.
+    With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
+    the layers of each stage, unless ``--partition`` sets them. With ``--repartition auto``, it
+    decides on the layers of each stage again after each interval. All ranks make the same
+    decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -410,14 +410,14 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move, error: DeviceMemoryError) -> None:
-        """Keeps the current stages after a move failed because memory was too small."""
+        """Keeps the current stages, after a move has failed for lack of memory."""
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
         self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
 
     def _continue_in_new_files(self) -> None:
-        """Connects the loader to the new trace, and makes the rank with the loss write the log."""
+        """Connects the loader to the new trace; the rank that now has the loss writes the log."""
         live = self._live
         job = self._live.run.job
         live.close_loader()
@@ -455,7 +455,7 @@ def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]
 class Reporting(RunHook):
     """Logs every step, and megatron-core's timers at each ``--log-interval``.
 
-    Before a step is logged, the snapshot of the previous step must be stored on all nodes.
+    Before it logs a step, it waits until all nodes have stored the snapshot of the previous step.
     """
 
     def after_step(self, step: TrainedStep) -> None:
@@ -590,8 +590,8 @@ class Validation(RunHook):
                     loader,
                     config.run.eval_iters,
                     self._live.own_microbatches(config.num_microbatches),
-                    # The all-reduce in this call also keeps the first stage from running ahead of
-                    # the others.
+                    # This call contains an all-reduce, which also keeps the first stage from
+                    # running ahead of the other stages.
                     until=lambda: self._stop.agreed(run.job.stop_group),
                 )
         finally:
@@ -649,7 +649,7 @@ class Saving(RunHook):
 
 
 def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
-    """Returns the hook that profiles this rank as the flags say.
+    """Returns the hook that profiles this rank according to the flags.
 
     ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
     The former writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
@@ -670,7 +670,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Check on all ranks: otherwise only some would stop here, and the others would wait for them.
+    # Check on all ranks. Otherwise only some ranks would stop, and the others would wait for them.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")

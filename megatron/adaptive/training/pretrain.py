@@ -42,10 +42,10 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Time in seconds that a rank with a broken connection waits for the watcher to find the rank that
-# failed.
+# Time in seconds that a rank with a broken connection waits, so that the watcher can find out which
+# rank failed.
 _VERDICT_S = 2.0
-# Time in seconds in which other ranks may end by themselves and print their messages.
+# Time in seconds that other ranks get to print their messages and end by themselves.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
 # Time in seconds to wait for other ranks to read the store: two polling intervals of the watchers.
@@ -119,8 +119,8 @@ def _prepare_process(config: TrainerConfig, environment: Environment) -> device.
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
     if environment.omp_num_threads is None:
-        # Use one thread per rank, like torchrun: threads of several ranks would slow each other
-        # down.
+        # Use one thread per rank, as torchrun does, because the threads of several ranks would slow
+        # each other down.
         torch.set_num_threads(1)
     return accelerator
 
@@ -188,7 +188,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
 
-    gc.freeze()  # excludes imported objects, which are never freed, from later collections
+    gc.freeze()  # later collections skip imported objects, which are never freed
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
@@ -233,7 +233,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns what this rank is doing, for a report about a hang. Called by the hang guard."""
+    """Returns this rank's activity for a hang report; the hang guard calls it."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
@@ -260,7 +260,7 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 def _expected(error: BaseException, rank: int) -> BaseException:
     """Converts errors with a cause outside of the program to expected errors.
 
-    These are full disks, missing memory, killed data loaders and lost peers. Other errors are
+    Such causes are full disks, missing memory, killed data loaders and lost peers. Other errors are
     returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
@@ -274,7 +274,8 @@ def _expected(error: BaseException, rank: int) -> BaseException:
             f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
             " make the model, its sequences or --micro-batch-size smaller"
         )
-    # torch raises this error in a signal handler, so it may occur anywhere in the rank's code.
+    # torch raises the error about a lost data worker in a signal handler, so it may occur anywhere
+    # in the rank's code.
     if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
@@ -296,7 +297,8 @@ def _fail(
     """Reports ``error`` once for the whole job and ends this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # Do not wait for the watcher if the error reports a silent peer: it has no more information.
+    # Do not wait for the watcher if the error reports a silent peer, because the watcher knows no
+    # more than that.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank ended, and the watcher has reported that rank.
@@ -330,7 +332,7 @@ def _part(store: dist.Store, environment: Environment) -> None:
             time.sleep(_POLL_S)
             parted = store.add("parted", 0)
     except RuntimeError:
-        return  # the store is gone together with its rank
+        return  # the rank that serves the store has ended
 
 
 def _is_first(store: dist.Store) -> bool:

@@ -1,6 +1,6 @@
 """Measures each kind of layer of a GPT model, and the links between the job's ranks.
 
-A model with few layers is divided into three stages, so that each kind has a stage of its own::
+A model with few layers is divided into three stages, so that each kind of layer has its own stage::
 
     stage 0     embedding
     stage 1     layers of one kind: first 1 layer, then 3; the difference is the cost of 2 layers
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 
-# Call these before the modules below import megatron-core.
+# Make these calls before the modules below import megatron-core.
 device.install()
 with device.quiet_imports():
     from megatron.core import parallel_state
@@ -64,7 +64,7 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of layers in the middle stage, whose difference in time gives the cost of a layer."""
+"""Numbers of layers in the two middle stages whose times are compared to get a layer's cost."""
 _LEAST_SHARE = 0.5  # minimum cost of a layer, relative to the mean over the stage's layers
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
@@ -72,9 +72,10 @@ Figures = dict[str, float]
 """Measured values of a stage or layer on this rank, named as in a row of the profile.
 
 Times in seconds are medians over microbatches: ``forward_s`` of the forward pass,
-``backward_input_s`` of the backward pass for input gradients, and ``backward_weight_s`` of that for
-weight gradients. If the backward pass is not split, ``backward_input_s`` includes both.
-``kept_bytes`` is the size in bytes of the activations kept from the forward to the backward pass.
+``backward_input_s`` of the backward pass for input gradients, and ``backward_weight_s`` of the
+backward pass for weight gradients. If the backward pass is not split, ``backward_input_s`` includes
+both. ``kept_bytes`` is the size in bytes of the activations kept from the forward to the backward
+pass.
 """
 
 
@@ -86,18 +87,18 @@ class ProfileOptions:
         name: Name of the model in the profile.
         arguments: Command-line arguments of the trainer for the model's dimensions, including the
             vocabulary size.
-        kinds: Kinds of layers to measure, named as in ``planner.model_description``. ``embedding``
-            and ``head`` are kinds too.
-        last: Kind of the last layer, which multi-token prediction layers have too.
+        kinds: Kinds of layers to measure, including ``embedding`` and ``head``, named as in
+            ``planner.model_description``.
+        last: Kind of the last layer; multi-token prediction layers are of the same kind.
         widths: Tensor-parallel sizes to measure; empty for all powers of two that nodes and model
             allow.
-        widest: Number that every tensor-parallel size must divide, computed from the model's
+        widest: Number that every tensor-parallel size must divide. It is computed from the model's
             dimensions.
         micro_batches: Numbers of samples per microbatch to measure.
         repeats: Number of microbatches to time for each measurement.
         node: Name of this node's type, empty to use the name of its GPU.
         links: Whether to measure links between ranks and all-reduces.
-        backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the one that training
+        backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
             would use.
     """
 
@@ -215,7 +216,7 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 
 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the profile for a GPU, with means over the ranks that have it.
+    """Yields the rows of the profile for a GPU type, with means over the ranks with such a GPU.
 
     There is a row for each kind of layer, tensor-parallel size and microbatch size.
     """
@@ -229,7 +230,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, which must divide the processes of a node."""
+    """Returns the tensor-parallel sizes to measure, all divisors of the processes per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -259,9 +260,9 @@ def _config(
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
     """Returns command-line arguments for a model with some layers of one kind.
 
-    The kind ``experts/4`` means a layer whose experts are divided among 4 ranks. Each rank does the
-    same work as for a layer with a quarter of the experts on a single rank, so the latter is
-    measured. Communication between the ranks is not measured.
+    The kind ``experts/4`` means a layer whose experts are divided among 4 ranks. Each rank then
+    does the same work as a single rank does for a layer with a quarter of the experts, so such a
+    layer is measured. Communication between the ranks is not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -288,8 +289,8 @@ def _measure(
     core = job.config.core
 
     def stage(number: int, kind: str, layers: int = FEW, *, optimizer: bool = False) -> Figures:
-        # Put all layers on the middle stage. Untie the output matrix, which makes no difference in
-        # time.
+        # Put all layers on the middle stage. Untie the output matrix, which does not change the
+        # times.
         more = f"--pipeline-model-parallel-size {STAGES} --partition 0-{layers}-0"
         more += f" --untie-embeddings-and-output-weights{_alone(kind, layers, core)}"
         config = _config(options, tp, size, STAGES * job.environment.world_size, more)
@@ -317,7 +318,7 @@ def _measure(
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints what is being measured, as a sign of progress during minutes."""
+    """Prints the current measurement, as a sign of progress, because measuring takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
@@ -330,8 +331,8 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Values of one layer, and ``launch_s``, the time in seconds of a forward pass that does not
-        depend on the number of layers.
+        Values of one layer, and ``launch_s``: the part of a forward pass's time, in seconds, that
+        does not depend on the number of layers.
     """
     layer = {
         # Use a lower limit, because noise may make the difference too small. The cost of a layer is
@@ -349,8 +350,8 @@ def _measure_stage(
 ) -> Figures:
     """Builds one of the three stages and measures microbatches on it.
 
-    Collective over the tensor-parallel group. Process groups are those of pipeline size 1, although
-    the pipeline size in ``config`` is 3.
+    Collective over the tensor-parallel group. The process groups are made for pipeline size 1,
+    although the pipeline size in ``config`` is 3.
 
     Args:
         config: Settings of a run with three stages.
@@ -447,7 +448,7 @@ def _on_stage(stage: int) -> Iterator[None]:
 def _keyed_forward(
     config: TrainerConfig, accelerator: Accelerator, chunks: Sequence[torch.nn.Module]
 ) -> Callable[..., Any]:
-    """Returns the forward function of a step, with the same dropout as in training."""
+    """Returns the forward step function, with dropout seeded as in training."""
     dropout = DropoutKeys(
         config.run.seed,
         enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,

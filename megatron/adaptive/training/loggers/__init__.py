@@ -1,5 +1,5 @@
 """Contains the loggers of this package: each module has a subclass of ``Logger``.
 
-A module here is found by itself. Its class imports the tracker's package when it is made, because
-only one rank needs it.
+``training.logger`` finds each module in this folder. A logger's constructor imports the tracker's
+package, because only one rank needs it.
 """

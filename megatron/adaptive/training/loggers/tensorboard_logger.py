@@ -15,14 +15,14 @@ from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.training.logger import Logger
 
 _CURVES_S = 5.0
-"""Maximum time between writes in seconds; a full queue is written earlier."""
+"""Maximum time between writes in seconds. A full queue is written before this time is over."""
 
 
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    Uses a file that tolerates write errors, because TensorBoard's own writer never writes again
-    after a full disk.
+    It uses a file that tolerates write errors, because TensorBoard's own writer stops for good once
+    the disk is full.
     """
 
     name = "tensorboard"
@@ -44,7 +44,8 @@ class TensorBoard(Logger):
         folder = settings.tensorboard_dir
         assert folder is not None
         begin_s = time.time()
-        # Begin the name with the time, because TensorBoard reads a folder's files by name.
+        # Begin the name with the time, because TensorBoard reads a folder's files in order of their
+        # names.
         name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
