@@ -1,7 +1,7 @@
 """``checkpoint``: lists checkpoints, describes one, and checks them for damage.
 
-These commands do not import torch. This module also contains ``hf import`` and ``hf export``, which
-convert Hugging Face folders to checkpoints and back, and do import torch.
+The modes of ``checkpoint`` do not import torch. This module also contains ``hf import`` and ``hf
+export``, which convert Hugging Face folders to checkpoints and back. They import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
 _FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
-# Keys of manifests whose values are long.
+# Keys of manifests with long values, which ``show`` leaves out.
 _LONG = ("config", "files", "blocks", "options", "states")
 
 

@@ -1,4 +1,4 @@
-"""Runs command line programs, and reports expected errors in the same way for all of them."""
+"""Runs command line programs, and reports their expected errors in a common form."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def show(text: str = "", *, file: TextIO | None = None) -> None:
 def open_streams() -> None:
     """Opens ``/dev/null`` for each standard stream that is closed when the process starts.
 
-    Otherwise Python sets the stream to ``None``, and the next file to be opened may get, for
-    example, descriptor 2. Error messages of libraries would then be written into that file.
+    Without this, Python sets a closed stream to ``None``, and the next file to be opened may get
+    its descriptor, for example 2. Libraries would then write error messages into that file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -47,7 +47,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts an exception that is not a bug to an ``AdaptiveError``; ``None`` for a bug."""
+    """Converts an exception to an ``AdaptiveError``, or returns ``None`` if it is a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -70,7 +70,7 @@ def interrupts_end_at_once() -> Iterator[None]:
     """Ends the process with one line if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
 
     It is meant for blocks that import modules, because an interrupt during an import may appear as
-    another error. Signals that are ignored stay ignored.
+    another error. Signals that were ignored before stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
@@ -87,7 +87,8 @@ def interrupts_end_at_once() -> Iterator[None]:
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs ``main(argv)`` and prints an expected error as one line on stderr.
 
-    Unexpected exceptions are bugs. They are not caught, so that Python prints a traceback.
+    Unexpected exceptions are bugs. The function does not catch them, so that Python prints a
+    traceback.
 
     Args:
         main: Function to run. It gets the arguments without the program's name, and returns the
@@ -95,8 +96,8 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         argv: Arguments for ``main``, ``sys.argv[1:]`` by default.
 
     Returns:
-        Exit status: that of ``main``, 2 after an :class:`AdaptiveError`, 130 after Ctrl-C, or 141
-        if the reader of the output has closed the pipe, as ``head`` does.
+        Exit status: the result of ``main``, 2 after an :class:`AdaptiveError`, 130 after Ctrl-C, or
+        141 if the reader of the output has closed the pipe, as ``head`` does.
     """
     open_streams()
     try:
@@ -107,7 +108,8 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # Python flushes buffered output again at exit. Redirect stdout, so that this does not fail.
+        # Python flushes buffered output again at exit. Redirect stdout, so that this flush does not
+        # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:

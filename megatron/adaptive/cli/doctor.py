@@ -1,4 +1,4 @@
-"""Checks whether a node is fit for a run, and suggests how to fix what is not."""
+"""Checks whether a node is ready for a run, and suggests fixes for problems."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
 _PURPOSE = "doctor"
-# Default secret, the same on all nodes. The check starts no programs and changes nothing, so users
-# need not copy a secret of their own between the nodes.
+# Default secret, known to everybody. The check starts no programs and changes nothing, so it needs
+# no real secret that users would have to copy between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
@@ -98,7 +98,7 @@ class Check:
 
     Attributes:
         name: Name of the item that was checked.
-        state: ``ok``; ``warning`` if a run may work nevertheless; ``error`` if a run cannot work.
+        state: ``ok``; ``warning`` if a run may still work; ``error`` if a run cannot work.
         text: Result of the check, for the user.
         mend: Suggested fix, empty if nothing needs to be fixed.
     """
@@ -110,12 +110,12 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns the result of a check; its state is ``ok`` if there is no fix to suggest."""
+    """Returns the result of a check; the state is ``ok`` if ``mend`` is empty."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
 def check_node(port: int) -> list[Check]:
-    """Checks this node, but no connections to other nodes.
+    """Checks this node, without its connections to other nodes.
 
     Args:
         port: Port at which a run would listen.
@@ -125,7 +125,7 @@ def check_node(port: int) -> list[Check]:
 
 
 def node_report() -> dict[str, Any]:
-    """Describes this node as an entry of a cluster file, from what the installed tools report."""
+    """Describes this node as an entry of a cluster file, from the output of installed tools."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -259,7 +259,7 @@ def _port(port: int) -> Check:
 
 
 def _ignore(text: str) -> None:
-    """Ignores messages about refused connections, because only accepted ones matter here."""
+    """Ignores messages about refused connections, because ``doctor`` needs only accepted ones."""
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
@@ -276,7 +276,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
         """Handles a peer's request: replies with the local time and tries to connect back."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
-            return await link.close()  # The peer is not ``doctor``.
+            return await link.close()  # The peer is not a ``doctor`` process.
         why = ""
         try:
             link_back = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
@@ -309,8 +309,9 @@ def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_A
 
     Args:
         address: Address of the other node.
-        port: Port at which ``doctor`` listens there.
-        limit_s: Time limit in seconds. Retries until then, as ``doctor`` may start later there.
+        port: Port at which ``doctor`` listens on the other node.
+        limit_s: Time limit in seconds. The function retries until then, because ``doctor`` may
+            start later on the other node.
         secret: Secret that both nodes must know.
     """
     end_s = time.monotonic() + limit_s

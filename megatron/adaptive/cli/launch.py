@@ -1,6 +1,6 @@
 """Runs torchrun, but checks the trainer's options first and ends with a short message.
 
-Accepts torchrun's own command line, and differs from torchrun as follows:
+It accepts torchrun's own command line. The differences are:
 
 - Wrong options of ``pretrain_gpt.py`` are reported before any process starts.
 - A failed job ends with one line about the failed rank, without torchrun's traceback.
@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
         Exit status of the job: 0, the status of the rank that failed first, or 128 + N after
         signal N.
     """
-    # Ranks inherit this. Without it, SIGUSR1 would kill a rank that has not installed its handler
-    # yet.
+    # Ranks inherit this setting. Without it, SIGUSR1 would kill a rank that has not installed its
+    # handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # torchrun installs its signal handlers only just before it starts ranks. Importing torch takes
-    # about a second before that, and an interrupt during the import may appear as another error.
+    # Importing torch takes about a second, and an interrupt during the import may appear as another
+    # error. torchrun installs its signal handlers only later, just before it starts ranks.
     with interrupts_end_at_once():
         return _launch(argv)
 
@@ -78,12 +78,14 @@ def _launch(argv: Sequence[str]) -> int:
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # When this process is killed, torch warns on each rank with a C++ stack trace. Hide these.
+    # When this process is killed, torch prints a warning with a C++ stack trace on each rank. Hide
+    # these warnings.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        # torch repeats the rank's error in many lines. Hide these, as the rank has printed it.
+        # torch repeats the rank's error in many lines. Hide them, because the rank has already
+        # printed the error.
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -145,7 +147,7 @@ def _read_options(argv: Sequence[str]) -> Any:
 def _wait_for_store(options: Any) -> None:
     """Waits until the key-value store on the first node accepts connections; prints progress.
 
-    The nodes find each other through this store. torchrun itself would wait for the store without a
+    The nodes find each other through this store. torchrun alone would wait for the store without a
     time limit and without a message.
 
     Raises:
@@ -170,8 +172,8 @@ def _wait_for_store(options: Any) -> None:
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    # This node may be the one that will create the store (c10d backend), so do not wait. Only check
-    # that another program does not already listen there.
+    # This node may have to create the store itself (c10d backend), so do not wait for the store.
+    # Only check that no other program already listens at the address.
     if options.rdzv_backend == "c10d":
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
@@ -203,7 +205,7 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
 
 
 def _check_trainer(options: Any) -> None:
-    """Parses the trainer's options, so that an error is reported once instead of by each rank."""
+    """Parses the trainer's options, so that an error is reported once and not by each rank."""
     least, _, most = options.nnodes.partition(":")
     if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return

@@ -14,7 +14,7 @@ Nodes on pods find each other before torchrun starts::
 Each node describes itself in its hello, after both sides have proved that they know the run's
 secret. If a worker disconnects or sends no heartbeat while other nodes are missing, the first node
 removes the worker from its list, so that the worker can join again. When all workers have received
-their answers, the port is closed, so that torchrun can use it.
+their answers, the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _PORT = 29500
 _MASTER_FILE = "master.json"
 _PURPOSE = "pods"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Variables that define which program a node runs. Each node sets them itself; the values in the
-# master's answer are ignored.
+# Variables that define which program a node runs. Each node sets them itself and ignores the values
+# in the master's answer.
 _NODE_SETTINGS = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
 _LOADED = "LD_"
 _REPORT_S = 10.0
@@ -81,7 +81,7 @@ _SILENT_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Takes part in a run as one node.
+    """Runs this node's part of a job.
 
     Returns:
         Exit status of the node's processes; 75 if the run saved and ended on SIGUSR1.
@@ -175,7 +175,7 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Returns the answer for all workers, after checking the trainer's flags with the final sizes.
+    """Returns the answer for all workers; first checks the trainer's flags with the final sizes.
 
     Args:
         conf: Configuration of the launch.
@@ -247,7 +247,7 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings from a master's answer that this node accepts from another node.
+    """Returns the settings in a master's answer that this node accepts from other nodes.
 
     Args:
         answered: Settings in the master's answer.
@@ -342,7 +342,7 @@ class _MasterAddress(NamedTuple):
 
 
 class _Waiting:
-    """Measures the time left of a wait for other nodes, and prints progress every few seconds."""
+    """Measures the remaining time of a wait for other nodes; prints progress every few seconds."""
 
     def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
@@ -475,7 +475,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for workers to confirm the answer; returns the hosts that did not."""
+    """Waits a few seconds for workers to confirm the answer; returns the hosts that do not."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -505,17 +505,17 @@ async def _join_master(
 ) -> dict[str, Any]:
     """Connects to the first node (the master) as a worker, and waits for the master's answer.
 
-    Retries until the time limit, because the master may not have started yet.
+    It retries until the time limit, because the master may not have started yet.
 
     Args:
-        find_master: Function that returns the master's address, ``None`` if not known yet. Called
-            before each try. It may raise ``SetupError`` if the host name does not resolve, for
-            example before the master's pod is created.
+        find_master: Function that returns the master's address, ``None`` if it is not known yet. It
+            is called before each attempt. It may raise ``SetupError`` if the host name does not
+            resolve, for example before the master's pod is created.
         hello: Description of this node.
         limit_s: Time limit in seconds.
 
     Returns:
-        The master's answer. Most entries are the same for all workers; ``node_rank`` is this node's
+        The master's answer. Most entries are the same for all workers. ``node_rank`` is this node's
         rank, ``master_addr`` the address of the master, and ``own_addr`` this node's address on the
         connection.
     """
@@ -651,7 +651,8 @@ def _check_alone(logs: Path) -> None:
 def _new_job(logs: Path) -> str:
     """Creates the folder of a new job and returns the job's name.
 
-    Appends a number if the name is taken: pods often have the same start time and process id.
+    It appends a number if the name is taken, because pods often have the same start time and
+    process id.
     """
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{attempt}" for attempt in range(2, 100))):
@@ -691,7 +692,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file with the master's address during the block, so that workers find it."""
+    """Keeps a file with the master's address during the block, so that workers find the master."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)
@@ -699,7 +700,7 @@ def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[N
         yield
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == text:  # else another master has replaced the file
+            if path.read_text() == text:  # otherwise another master has replaced the file
                 path.unlink()
 
 

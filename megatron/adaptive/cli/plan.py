@@ -62,7 +62,7 @@ from megatron.adaptive.planner.search_options import Objective, SearchOptions
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
 )
-"""Schedules whose backward pass also computes weight gradients, not in a separate pass."""
+"""Schedules that compute weight gradients within the backward pass."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discover(files: Sequence[Path]) -> int:
-    """Prints a cluster file made from the output of tools such as ``scontrol`` or ``nvidia-smi``.
+    """Prints a cluster file, made from the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
         files: Files with output of such tools. If empty, runs the tools on this machine.
@@ -233,8 +233,9 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
     )
     if (is_fused and not model.has_own_kernels) or model.name in PRESETS:
-        # Transformer Engine's layers compute weight gradients within the backward pass. BERT and T5
-        # are trained by Megatron-LM's own programs, which have no schedules with a split backward.
+        # Transformer Engine's layers compute weight gradients within the backward pass.
+        # Megatron-LM's own programs train BERT and T5, and have no schedules with a split backward
+        # pass.
         schedules = _WHOLE
     if options.schedules:
         schedules = tuple(options.schedules.split(","))
@@ -322,7 +323,7 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
-    """Finds the Pareto front of plans on parts of the cluster; writes files and prints a table."""
+    """Finds the Pareto front of plans for parts of the cluster; writes files and prints a table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
     show(table(rows, inputs, options.tokens))

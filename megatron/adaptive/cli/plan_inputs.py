@@ -1,7 +1,7 @@
-"""Reads what ``plan`` and ``plan validate`` take: model, cluster and measured durations.
+"""Reads the inputs of ``plan`` and ``plan validate``: model, cluster and measured durations.
 
-With ``--calibrate``, a profile is fitted to the traces of runs by ``planner.calibrate``. This
-module defines the options and reads facts that traces do not contain.
+With ``--calibrate``, ``planner.calibrate`` fits a profile to the traces of runs. This module
+defines the options, and reads facts that traces do not contain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the options that name the inputs, and the options for calibration."""
+    """Adds the options for input files, and the options for calibration."""
     add = parser.add_argument
     text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
     add("--model", required=required, help=text)
@@ -64,7 +64,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile; warns on stderr about measured links that are not used.
+    """Reads model, cluster and profile; warns on stderr about unused measured links.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
@@ -96,10 +96,10 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
-    """Reads the description of the model, for the precision at which it will be trained.
+    """Reads the description of the model, including the precision of training.
 
-    The default precision is that of the profile. Without a profile, it is bf16 if all known GPUs
-    support that, else fp16.
+    The default precision is the profile's. Without a profile, it is bf16 if all known GPUs support
+    bf16, else fp16.
     """
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
@@ -127,7 +127,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
         text: Value of the option, ``None`` if the option is not set.
 
     Returns:
-        The numbers, none if the option is not set.
+        The numbers; empty if the option is not set.
 
     Raises:
         ConfigError: The text is not a list of numbers, or a number is below 1 or occurs twice.
@@ -144,7 +144,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node type of a host on which a traced run took place."""
+    """Adds the option for the node type of a host on which a traced run took place."""
     text = "node type of a host of these runs; needed if the cluster has several types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -153,7 +153,7 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Replaces durations in a profile by values fitted to the traces that ``--calibrate`` names.
+    """Replaces durations in a profile by values fitted to the traces given to ``--calibrate``.
 
     Args:
         options: Parsed options that :func:`add_input_arguments` added.
@@ -184,8 +184,8 @@ def traced_runs(
 
     Args:
         folders: Folders of traces. The trainer's progress file must be next to the traces.
-        options: Parsed options, with ``--calibrate-host``. This option is not needed if the cluster
-            has only one node type.
+        options: Parsed options. ``--calibrate-host`` is not needed if the cluster has only one node
+            type.
         model: Model that the runs trained.
         cluster: Cluster that contains the node types of the runs' hosts.
 

@@ -1,6 +1,7 @@
 """``preprocess_data``: converts JSON lines to token files, with Megatron-LM's flags.
 
-``make_corpus`` creates a text corpus and a vocabulary from the source files of Python's library.
+``make_corpus`` makes a text corpus and a vocabulary from the source files of Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 def tidy_on_sigterm() -> Iterator[None]:
     """Raises ``SystemExit`` on SIGTERM during the block.
 
-    Temporary files and worker processes are then removed, as on Ctrl-C.
+    The exception lets the program remove temporary files and end worker processes, as after Ctrl-C.
     """
 
     def leave(signum: int, _frame: object) -> NoReturn:

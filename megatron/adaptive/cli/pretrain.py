@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's own trainer, which is part of megatron-core's wheel from version 0.17 on.
+"""Runs Megatron-LM's own trainer, which megatron-core's wheel contains from version 0.17 on.
 
-The wheel contains the trainer but not Megatron-LM's scripts. So this module does what a script
-does: it builds a GPT model, reads the data and computes the loss. Flags, training steps,
-checkpoints and logging are Megatron-LM's, extended by this project's plug-in and its flags.
+The wheel contains the trainer but not Megatron-LM's scripts. So this module does a script's work:
+it builds a GPT model, reads the data and computes the loss. Flags, training steps, checkpoints and
+logging are Megatron-LM's, extended by this project's plug-in and its flags.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_HERE = {
     "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# Flags for training without GPUs: they turn off layers and fused functions that need CUDA.
+# Flags for training without GPUs. They turn off layers and fused functions that need CUDA.
 _ON_CPU = (
     "--distributed-backend",
     "gloo",
@@ -118,7 +118,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a model chunk of GPT, which megatron-core 0.17 and 0.18 leave to scripts."""
+    """Builds a chunk of a GPT model, which megatron-core 0.17 and 0.18 leave to scripts."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -141,8 +141,8 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # Multi-token prediction uses the specification of the model's last layer, which may be on
-        # another rank. So get the specifications of all layers.
+        # Get the specifications of all layers. Multi-token prediction uses that of the model's last
+        # layer, which may be on another rank.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -175,7 +175,7 @@ def model(
 def _transformer_config(args: Any) -> Any:
     """Returns megatron-core's model configuration, computed from the parsed flags.
 
-    The function that computes it is in different modules, depending on the version.
+    The module that contains the function for this depends on megatron-core's version.
     """
     for module in ("arguments", "argument_utils"):
         candidate = importlib.import_module(f"megatron.training.{module}")
@@ -190,8 +190,8 @@ def _transformer_config(args: Any) -> Any:
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
     """Builds the training, validation and test data on ranks of the first and last stages.
 
-    All ranks of a tensor-parallel group read the data, instead of one rank that broadcasts it. The
-    files are mapped into memory, so that a node holds them only once.
+    All ranks of a tensor-parallel group read the data, instead of receiving it from one rank. The
+    files are mapped into memory, so a node keeps them in memory only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -212,7 +212,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module with data sets that verify, and if damaged rebuild, shuffling indices."""
+    """Returns the module whose datasets verify shuffling indices, and rebuild damaged ones."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -244,8 +244,8 @@ def _data_config(args: Any) -> Any:
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     fields = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
-    # Two flags make Megatron-LM load its own index files faster. If one is set, use those files
-    # instead of this project's cache.
+    # Two flags make Megatron-LM load its own index files faster. If either is set, use
+    # Megatron-LM's files instead of this project's cache.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
         return GPTDatasetConfig(**fields)
@@ -305,7 +305,7 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
 
 
 class _LossCheck(NamedTuple):
-    """Describes a check of the loss by megatron-core's rerun state machine.
+    """Describes a check of the loss that megatron-core's rerun state machine makes.
 
     Attributes:
         rejects: Function that gets the loss and returns whether to reject it.

@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     if environment.node is not None:
         config = config.in_elastic_job()
-    # Import torch and megatron-core only now, so that wrong settings are reported without delay.
+    # Import torch and megatron-core only after the check, so that wrong settings are reported
+    # without delay.
     from megatron.adaptive.training.pretrain import pretrain
 
     pretrain(config, environment)
@@ -147,7 +148,7 @@ def _merge_recipes(base: Any, override: Any) -> Any:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Prints a model's perplexity on a text, or the text with which it continues a prompt."""
+    """Prints a model's perplexity on a text, or the text that it generates after a prompt."""
     return run(argv, _evaluate)
 
 
@@ -189,9 +190,9 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags from a file in the folder of checkpoints that ``--load`` names.
+    """Returns the model's flags from a file in the checkpoint folder given to ``--load``.
 
-    The file is written by ``hf import`` and by training runs.
+    ``hf import`` and training runs write this file.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
@@ -205,11 +206,11 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
     """Returns the flags that make the trainer evaluate a whole text once.
 
-    Tokens at the end that do not fill a batch are left out.
+    It drops tokens at the end that do not fill a batch.
 
     Args:
-        data: Path of a file with JSON lines, which are tokenized into ``folder``; or prefix of
-            existing token files.
+        data: Path of a file with JSON lines, to be tokenized into ``folder``; or prefix of existing
+            token files.
         flags: Other flags of the run.
         processes: Number of processes of the job.
         folder: Folder into which token files are written.
@@ -246,11 +247,11 @@ def run(
 ) -> int:
     """Runs a program as one process of a job, and reports an expected error as one line.
 
-    Wrong settings cause the same error on all ranks, which only rank 0 prints. Until the program
-    installs its own handlers of signals, Ctrl-C ends the process without a traceback.
+    Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
+    installs its own signal handlers, Ctrl-C ends the process without a traceback.
 
     Args:
-        argv: Arguments for the program, by default those of the process.
+        argv: Arguments for the program; ``None`` for the arguments of the process.
         program: Function to run, :func:`main` by default.
     """
     open_streams()
@@ -271,7 +272,7 @@ def run(
 def _speaks(error: AdaptiveError) -> bool:
     """Returns whether this rank should print an error.
 
-    Rank 0 prints each error. Other ranks only print errors that do not occur on rank 0 as well.
+    Rank 0 prints every error. Other ranks print only errors that do not also occur on rank 0.
     """
     rank = os.environ.get("RANK", "0").strip()
     if not natural(rank) or isinstance(error, TransportError):

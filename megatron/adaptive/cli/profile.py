@@ -1,6 +1,6 @@
 """``profile``: measures a model's layers and the links between ranks, for the planner.
 
-The file that it writes is described in ``docs/reference/planner.md``.
+``docs/reference/planner.md`` describes the file that it writes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Fits a profile to traced runs; merges it with an existing profile at ``--output``."""
+    """Fits a profile to traced runs, and merges it with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
         raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
     cluster = read_cluster(options.cluster)
@@ -121,7 +121,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     """Takes part in the measurement as one rank; returns the profile on rank 0, else ``None``."""
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
-    # Import torch only now: other uses of this command, such as merging profiles, do not need it.
+    # Import torch only here, because other uses of this command, such as merging profiles, do not
+    # need torch.
     from megatron.adaptive.accelerator import detect
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 

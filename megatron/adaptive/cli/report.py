@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the id of the job that wrote to its folder of logs last."""
+    """Returns the id of the job that has most recently written to its log folder."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
@@ -76,7 +76,7 @@ def _newest_job(logs: Path) -> str:
 
 
 MAX_POINTS = 5000
-"""Maximum number of points in a curve. From a longer curve, evenly spaced points are drawn."""
+"""Maximum number of points in a curve. Of a longer curve, evenly spaced points are drawn."""
 
 MAX_MESSAGES = 200
 """Maximum number of distinct warnings and errors shown per node."""
@@ -142,7 +142,7 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # Limit the counts: a damaged file may contain a huge number, and the list below would be as
+    # Limit the counts. A damaged file may contain a huge number, which would make the list below as
     # long.
     counts = [min(count, 1 << 12) for count in processes]
     return [
@@ -169,7 +169,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns what Slurm's accounting recorded about a job, empty without accounting."""
+    """Returns Slurm's accounting record of a job, empty if Slurm keeps no accounts."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -208,7 +208,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns a node's resource use over time as one list per quantity; empty without samples."""
+    """Returns a node's resource use over time, as one list per quantity; empty if not sampled."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -235,7 +235,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns distinct errors and warnings per node with their counts, and notes on omissions."""
+    """Returns each node's distinct errors and warnings with counts, and notes on omitted ones."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -271,7 +271,7 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
         nodes: Name of the node of each rank, as far as known.
 
     Returns:
-        Content for the page (``None`` without traces), and notes for the reader of the page.
+        Content for the page (``None`` if there are no traces), and notes for the page's reader.
     """
     if not folder.is_dir():
         return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
@@ -308,7 +308,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time from the first to the last action, by rank and iteration."""
+    """Returns the time from the first to the last action for each rank and iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

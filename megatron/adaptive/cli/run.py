@@ -160,7 +160,8 @@ def _run(options: argparse.Namespace) -> int:
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        # Slow nodes are found in traces, so this has no effect if the script writes none.
+        # Slow nodes are found in traces, so the reaction has no effect if the script writes no
+        # traces.
         on_straggler: Policy = options.on_straggler or "replan"
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
@@ -215,11 +216,11 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns the reaction to slow nodes; raises an error if the job does not diagnose itself.
+    """Returns the reaction to slow nodes; raises an error if it needs a diagnosis that is off.
 
     Args:
         wished: Reaction that the user chose, ``None`` for the default.
-        schedule: The trainer's settings, which include those of the diagnosis.
+        schedule: The trainer's schedule settings, which include those of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:
@@ -232,7 +233,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts. If it is a planner, ``stack`` will close it."""
+    """Creates the object that chooses layouts; registers a planner with ``stack`` for closing."""
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser

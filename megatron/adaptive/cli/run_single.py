@@ -1,6 +1,6 @@
 """``train single``: prepares data, trains and draws a chart, on one machine in one command.
 
-``run_single.sh`` calls it in a checkout.
+In a checkout, ``run_single.sh`` calls it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer with which layers must not be moved between stages during the run."""
+"""Options of the trainer that forbid moving layers between stages during the run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,9 +113,9 @@ def _parser() -> CommandParser:
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
     """Returns default flags for the trainer that depend on the sizes of the run.
 
-    With the same number of layers, the first and the last stage take longer, because they also
-    compute the embedding and the loss. So the flags allow the trainer to move layers when it has
-    measured the stages, unless the user sets a partition.
+    If all stages have the same number of layers, the first and the last stage take longer, because
+    they also compute the embedding and the loss. So the flags let the trainer move layers after it
+    has measured the stages, unless the user sets a partition.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -129,9 +129,9 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run: a new one, to which ``latest`` is linked, or the latest.
+    """Returns the folder of the run: a new folder, or with ``--resume`` that of the latest run.
 
-    The latest run's folder is returned with ``--resume``.
+    If the folder is new, the link ``latest`` is set to it.
     """
     latest = runs / "latest"
     if options.resume:
@@ -198,8 +198,8 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
     }
-    # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal, and
-    # forwarded by this process.
+    # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal and
+    # from this process, which forwards it.
     job = subprocess.Popen(
         ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=WORK_FOLDER
     )
@@ -214,7 +214,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
 
 
 def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
-    """Writes a text trace and a chart, prints the paths of all results, and suggests commands."""
+    """Writes a text trace and a chart, prints all results' paths, and suggests next commands."""
     show(f"\nrun            {run_dir}")
     for title, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
@@ -236,8 +236,8 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     )
     resume_command = "bash run_single.sh" if IS_CHECKOUT else f"{PROGRAM} train single"
     resume_command += f" {flags} --resume"
-    # The checkpoint contains a learning rate schedule that ends with this run. To train longer, it
-    # must be replaced.
+    # The checkpoint contains a learning rate schedule that ends with this run. A longer run must
+    # replace that schedule.
     longer_run = " -- --train-iters N --override-opt-param-scheduler"
     show(f"  {resume_command}{'' if stopped else longer_run}")
 

@@ -22,7 +22,7 @@ from megatron.adaptive.trace.files import replaced
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
-"""Maximum number of forward passes to simulate per schedule. A million take up to 30 s."""
+"""Maximum number of forward passes to simulate per schedule. A million passes take up to 30 s."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
 def _simulate(
     options: argparse.Namespace, profile: StageProfile, seeds: Sequence[int]
 ) -> tuple[list[CandidateOutcome], dict[str, ScheduleError]]:
-    """Simulates each schedule of ``--schedules`` that can run with the given sizes.
+    """Simulates each schedule in ``--schedules`` that can run with the given sizes.
 
     Returns:
-        The outcomes in the order of the flag. Then, for each schedule that cannot run with these
-        sizes, the reason by the schedule's name.
+        The outcomes in the order of the flag, and the reasons why other schedules cannot run with
+        these sizes, by the schedule's name.
 
     Raises:
         ConfigError: The name of a schedule is unknown, or no schedule can run with these sizes.
@@ -180,7 +180,7 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
-    """Refuses a simulation that would take many minutes or too much memory."""
+    """Raises an error if the simulation would take many minutes or too much memory."""
     work = options.stages * options.chunks * options.microbatches
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
         raise ConfigError(

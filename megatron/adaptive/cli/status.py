@@ -128,7 +128,7 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""Time in seconds without a sample (three sampling intervals) after which a node is lost."""
+"""Time in seconds without a sample after which a node counts as lost: three sampling intervals."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
@@ -180,7 +180,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if a line reports one, else an empty text."""
+    """Returns ``error`` or ``warning`` if a line reports an error or a warning, else empty text."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -240,7 +240,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
     Args:
         path: Path of the node's file of samples.
-        latest: Whether to yield only the latest sample.
+        latest: Whether to yield only the latest sample instead of all.
     """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
@@ -255,7 +255,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
 
 
 def _is_sample(sample: Any) -> bool:
-    """Returns whether a parsed line is a sample whose values are numbers where needed."""
+    """Returns whether a parsed line is a sample in which all required values are numbers."""
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
@@ -278,7 +278,7 @@ def count_messages(*paths: Path) -> dict[str, Counter[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """Describes a job as Slurm reports it. All attributes are empty if Slurm has no such job.
+    """Describes a job as Slurm reports it. All attributes are empty if Slurm does not know the job.
 
     Attributes:
         state: State of the job, such as ``RUNNING``.
@@ -325,12 +325,12 @@ class JobStatus:
         state: Slurm's state of the job, empty if Slurm has no such job.
         reason: Reason why the job is waiting, empty if it is not waiting.
         folder: Path of the job's log folder.
-        nodes: Summaries of the nodes' log files. An entry ``batch`` stands for the output of
+        nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
         lost: Reason to consider a node lost, by the node's name.
         iteration: Latest iteration, ``None`` before the first.
         iterations: Number of iterations of the whole training run.
-        iteration_ms: Median duration of the latest iterations in milliseconds.
+        iteration_ms: Median duration of an iteration in milliseconds, over the latest iterations.
         tokens_per_s: Tokens per second, summed over all ranks.
         since_s: Time in seconds since the latest iteration was reported.
         is_over: Whether the job has ended and will not continue.
@@ -392,7 +392,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the output of the batch script as a node, because Slurm reports there which node failed.
+    # Show the batch script's output like a node, because Slurm reports in it which node failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -448,15 +448,15 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns Slurm's state of a job. A heterogeneous job has the state of its first part.
+    """Returns Slurm's state of a job; for a heterogeneous job, the state of its first part.
 
-    Asks ``squeue`` first, because ``sacct`` may be out of date.
+    It asks ``squeue`` first, because ``sacct`` may be out of date.
     """
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # There are no rows if Slurm has forgotten the job, or does not keep accounts.
+        # The list is empty if Slurm has forgotten the job, or does not keep accounts.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
             node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
@@ -499,11 +499,11 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the nodes that are lost, by name, with the reason.
+    """Returns the reason why each lost node counts as lost, by the node's name.
 
     A node is lost if Slurm reports it, or if its samples have stopped while the job runs. After the
-    end of the job, the samples are ignored if Slurm reports on the node, because the processes may
-    have been killed before they could write a last sample.
+    end of the job, samples are ignored if Slurm reports on the node, because processes may have
+    been killed before they could write a last sample.
     """
     reasons: dict[str, str] = {}
     if slurm_job.state in _GOOD_ENDS:
@@ -565,7 +565,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run reported, by the name of the variable in ``conf.sh``."""
+    """Returns the sizes that a run reported, by their variable names in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    slurm(["sbatch", "--version"])  # if there is no Slurm, fail before writing files
+    slurm(["sbatch", "--version"])  # fails before files are written if there is no Slurm
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     show(f"job {job}: logs in {logs / str(job)}")
@@ -120,7 +120,7 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
     Args:
         command: Command line of the program.
-        variables: Environment variables in addition to the present ones, ``None`` for no others.
+        variables: Environment variables to add to those of this process, ``None`` to add none.
 
     Raises:
         SetupError: The program is missing or fails, or Slurm does not answer.
@@ -223,7 +223,7 @@ def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     if conf["DEVICE"] == "gpu" and group.gres != "none":
         kind, _, model = group.gres.partition(":")
         amount = f"{model}:{group.processes}" if model else str(group.processes)
-        # Use --gpus-per-node: with --gpus-per-task and a GPU type, Slurm would leave
+        # Use --gpus-per-node, because with --gpus-per-task and a GPU type, Slurm would leave
         # CUDA_VISIBLE_DEVICES empty.
         options.append(
             f"--gpus-per-node={amount}"

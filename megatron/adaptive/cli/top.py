@@ -1,7 +1,7 @@
 """``job top``: shows in the terminal what each rank of a run is doing now.
 
-Shows each rank's current action, the progress of training, step time, tokens per second, loss,
-bubble (fraction of idle time), waits and memory. For an ended run, shows the last state::
+It shows each rank's current action, the progress of training, step time, tokens per second, loss,
+bubble (fraction of idle time), waits and memory. For an ended run, it shows the last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -204,7 +204,7 @@ def _figures(snapshot: Snapshot) -> Text:
 def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
     step = "step" if width >= WIDE else ""
     table = _table(f"rank stage now done {step} bubble waits compute held slow")
-    # Allow the column ``now`` to shrink if the terminal is narrow.
+    # Let the column ``now`` shrink if the terminal is narrow.
     table.columns[2].min_width = 14
     table.columns[2].no_wrap = False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
@@ -227,7 +227,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates a table without rows. Columns of text are left-aligned, of numbers right-aligned."""
+    """Creates a table without rows. Text columns are left-aligned, number columns right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -236,7 +236,7 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages: what each stage's ranks are doing, median and worst figures.
+    """Creates the table of stages: each stage's current activity, and median and worst figures.
 
     Args:
         snapshot: Snapshot of the run.
@@ -313,7 +313,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws how a rank spends a step, as a bar: computation, waits by cause, and the rest."""
+    """Draws a rank's step time as a bar: computation, waits by cause, and the rest."""
     text = Text()
     if rank.busy is None:
         return text
@@ -326,7 +326,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause of the longest waits, with its fraction of the step."""
+    """Returns the cause of most of the waiting time, with its fraction of the step."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
@@ -338,7 +338,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns lines for the three diagnosed problems whose repair would gain the most time."""
+    """Returns lines about the three diagnosed problems whose repair would save the most time."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
@@ -354,7 +354,7 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws values as a line of characters with eight heights, scaled from minimum to maximum."""
+    """Draws values as a line of block characters, whose eight heights span minimum to maximum."""
     if len(values) < 2:
         return ""
     if len(values) > CURVE:  # Keep evenly spaced values.

@@ -5,8 +5,8 @@ python -m megatron.adaptive trace diagnose runs/latest
 python -m megatron.adaptive trace whatif runs/latest
 python -m megatron.adaptive trace import trace.parquet --output traces
 
-The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this with older flags. They
-read the JSON lines in a run's folder ``traces``. Without such a folder, they read a trace in text
+The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this work with older flags.
+They read the JSON lines in a run's folder ``traces`` or, without such a folder, a trace in text
 form, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 """
 
@@ -47,7 +47,7 @@ from megatron.adaptive.trace.views.view import (
 _TRACE = f"{PROGRAM} trace"
 _Iterations = tuple[int, ...] | None
 MOST_LAYERS = 4
-"""Maximum number of layers in the report on experts: those with the most uneven load."""
+"""Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def process(argv: Sequence[str]) -> int:
-    """Prints a run's figures and writes its events as JSON, for ``process_trace.py`` too.
+    """Prints a run's figures and writes its events as JSON. ``process_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -75,7 +75,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the executed order of one iteration, for ``visualize_trace.py`` too.
+    """Draws one iteration in the order it ran. ``visualize_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -89,7 +89,7 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Names what slows a run, and a remedy; returns the exit status."""
+    """Prints the causes that slow a run, and remedies; returns the exit status."""
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
 
@@ -109,7 +109,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Prints how much faster a run would be with other times; returns the exit status."""
+    """Prints a run's predicted speed if some durations were different; returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -128,7 +128,7 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        find: Function that analyzes a run; takes the run, its iterations and the parsed flags.
+        find: Function that analyzes a run, given the run, its iterations and the parsed flags.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
@@ -198,7 +198,7 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats separated by commas, or ``all``.
         report: Whether to print the figures.
-        events: View that is also written, for the drawn replica only; ``None`` for no such view.
+        events: View to write too, only for the drawn replica; ``None`` for no such view.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -293,7 +293,7 @@ def _chosen_iterations(
 ) -> tuple[int, ...] | None:
     """Returns the iterations that the user chose with flags; ``None`` if there is no such flag.
 
-    If some of the chosen iterations are complete, the others are left out.
+    If some of the chosen iterations are complete, incomplete ones are left out.
 
     Args:
         run: Traced run.
@@ -337,7 +337,7 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report as data: figures of the drawn step, and of each traced rank.
+    """Returns the report as data: figures of the drawn step and of each traced rank.
 
     ``bubble_fraction`` is idle time divided by step time. ``times`` contains the mean and the
     population standard deviation of the durations, for each kind of action.
@@ -381,7 +381,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns figures of the experts in an iteration, empty if the trace has none.
+    """Returns figures on the experts in an iteration, empty if the trace has none.
 
     ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
     is the time in milliseconds for which each rank exchanged tokens with other ranks.
@@ -415,7 +415,7 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the smallest and the largest value, only once if they are equal."""
+    """Returns the smallest and the largest value, or a single value if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
@@ -493,7 +493,7 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Returns the cells of the table that divides each rank's step time into parts.
 
-    Leaves out parts that take no time on any rank, except ``busy``.
+    It leaves out parts that take no time on any rank, except ``busy``.
     """
     parts = [rank["parts_ms"] for rank in ranks]
     shown = [

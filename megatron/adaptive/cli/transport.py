@@ -5,8 +5,8 @@
     python -m megatron.adaptive transport --check          checks two processes on this machine
     torchrun ... -m megatron.adaptive transport --check    checks all nodes, a process on each
 
-Tries each possible transport between two ranks for about two seconds. A table shows whether the
-transport works, its latency and bandwidth, and why other transports are not possible.
+It tries each possible transport between two ranks for about two seconds. A table shows whether each
+transport works, its latency and bandwidth, and the reason if it is not possible.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Outcome:
     """Describes the result of checking one transport between two ranks.
 
     Attributes:
-        ranks: Numbers of the two ranks.
+        ranks: Global ranks of the two processes.
         hosts: Host names of the two ranks.
         transport: Name of the transport.
         chosen: Whether a run would use this transport between these ranks.
         works: Whether the transport connected the ranks and delivered payloads unchanged.
-        latency_us: Half of the round-trip time of a 1 KiB message, in microseconds.
+        latency_us: Half of a 1 KiB message's round-trip time, in microseconds.
         gb_per_s: Bandwidth with 4 MiB messages, in 10^9 bytes per second.
         note: Reason why the transport does not work, or why a run would use it.
     """

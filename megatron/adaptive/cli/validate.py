@@ -108,7 +108,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     """Finds traced runs: in the folder itself, its subfolders, and their folders ``traces``.
 
     Returns:
-        Folder of traces of each run, by the name of the run's folder.
+        Trace folder of each run, by the name of the run's folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
@@ -129,7 +129,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 def _compared(
     traces_by_run: Mapping[str, Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Predicts each run; returns measured and predicted step time, and the plan, per run."""
+    """Predicts each run's step time; returns it with the measured step time and the plan."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
@@ -192,9 +192,9 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
 
 
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
-    """Returns (number of the node, number of the GPU) for each rank.
+    """Returns the index of the node and the index of the GPU for each rank.
 
-    Each host is assigned to the first unused node of its node type in the cluster.
+    Each host gets the first unused node of its node type in the cluster.
     """
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}
