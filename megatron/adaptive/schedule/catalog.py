@@ -301,7 +301,7 @@ def make_schedule(
         name=name,
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=spec.load()(placement, num_microbatches, **options),
+        orders=tuple(map(tuple, spec.load()(placement, num_microbatches, **options))),
     )
 
 
