@@ -110,7 +110,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement of stages. A slow rank stays as slow as now."""
+        """Returns the loads under another placement of stages, with ranks as fast as measured."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -150,7 +150,7 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Number of layers of each kind before every layer, ``[layers + 1, kinds]``."""
+        """Number of layers of each kind that precede each layer, ``[layers + 1, kinds]``."""
         one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
@@ -161,7 +161,10 @@ class Loads:
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns the seconds of forward, backward and weight gradients, ``[stages, 3]``."""
+        """Returns each stage's times of forward pass, backward pass and weight gradients.
+
+        The array contains seconds, ``[stages, 3]``.
+        """
         layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
         return np.array(self.beside_s) + layers.sum(axis=1)
 
@@ -198,8 +201,9 @@ class Decision:
 
     Attributes:
         text: Choice and its reason, as one line for the log.
-        stay: Schedule for the present placement and partition. ``None`` keeps the present schedule.
-        move: Schedule to run after stages or layers were moved. ``None`` to move nothing.
+        stay: Schedule to run without a move. ``None`` keeps the present schedule.
+        move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
+            nothing.
         partition: Number of layers of each stage after the move. ``None`` for the present numbers.
     """
 
@@ -282,9 +286,10 @@ def choose_together(
         loads: Measured times and memory of the stages under the present placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
         limits: Memory limit under each placement to consider, as a function of the partition. The
-            present placement comes first. A limit is the maximum of activations, and its unit is
-            the activations of one microbatch for all stages of a rank.
-        halves: Loads measured over parts of the steps. A move must save enough in each part.
+            present placement comes first. A limit is the maximum number of activations held. One
+            unit is the activations of one microbatch for all stages of a rank.
+        halves: Loads measured over separate parts of the steps. A move must save enough time under
+            each of them.
         gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
             layers.
         num_microbatches: Number of microbatches per step.
@@ -368,7 +373,8 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Memory limit of each placement, a function from a partition to activations.
+        limits: Function for each placement that returns the limit on activations held under a
+            partition.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
@@ -558,7 +564,7 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
     """Yields partitions with one layer moved to another stage.
 
-    The slowest ranks give first, and the fastest ranks receive first.
+    Moves from the slowest rank come first, and among these, moves to the fastest rank.
 
     Args:
         loads: Measured times and memory of the stages.
