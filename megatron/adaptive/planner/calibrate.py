@@ -39,8 +39,8 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the number of operations in the fit, relative to a measured stage. It is so low that it
-matters only if the stages cannot separate two kinds of layers."""
+"""Weight in the fit of times proportional to the number of operations, relative to a measured
+stage. It is so low that it matters only if the stages cannot separate two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -57,7 +57,8 @@ class TracedRun:
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
         skip: Number of iterations at the beginning to ignore, as warm-up.
-        iterations: Iterations to use. Empty for all except those that ``skip`` ignores.
+        iterations: Numbers of the iterations to use. Empty for all except those that ``skip``
+            ignores.
     """
 
     trace: RunTrace
@@ -92,7 +93,7 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the measured figures of the iterations to use.
+        """Returns the times of actions and steps, measured in the iterations to use.
 
         Raises:
             ConfigError: The trace has no such iteration.
@@ -278,7 +279,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the measurements of a run to those gathered so far, except those of stages."""
+    """Adds all measurements of a run except the times of stages to ``gathered``."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}

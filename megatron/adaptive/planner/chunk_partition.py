@@ -87,7 +87,7 @@ class ChunkedPipeline:
     Args:
         arrays: Costs of every possible stage, a ``search_kernel.ShapeArrays``.
         classes: Stage classes that the pipeline's shape (parallel sizes) allows.
-        ranks: Index in ``classes`` for each pipeline rank.
+        ranks: Index in ``classes`` of each pipeline rank's class.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
     """
@@ -123,7 +123,8 @@ class ChunkedPipeline:
 
         Args:
             most: Maximum number of pipelines to time.
-            hopeless_s: Time limit in seconds. A first partition that takes longer is given up.
+            hopeless_s: Time limit in seconds. If the first partition takes longer, it is not
+                improved.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers. Empty if the
@@ -137,7 +138,7 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns first layers of stages so that each stage's work fits its rank's speed.
+        """Returns a first partition in which each stage's work is proportional to its rank's speed.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers,

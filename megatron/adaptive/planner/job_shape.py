@@ -370,7 +370,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
-    """Returns an error message if no pipeline size and microbatch size divide the job."""
+    """Returns the error message for a job that no pipeline and microbatch size divide evenly."""
     world = running.cluster.num_gpus
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
@@ -384,7 +384,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns an error message if no option fits into memory."""
+    """Returns the error message for a job of which no option fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "

@@ -236,7 +236,8 @@ def _compiled_steps() -> Any:
 
 
 DRAWS = 32
-"""Number of simulated steps. With this number, the mean delay is accurate to about a tenth."""
+"""Number of steps simulated to find the mean delay by jitter. With this number, the mean is
+accurate to about a tenth."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:

@@ -40,8 +40,8 @@ class Sample:
 
     Attributes:
         pp_rank: Position of the rank in the pipeline.
-        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If an action
-            W was computed in several parts, their sum.
+        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If a weight
+            gradient (W) was computed in several parts, their durations are added up.
         free_bytes: Size in bytes of the memory that is free for activations.
         kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
         held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
@@ -133,8 +133,8 @@ def _microbatch_factors(
 
     Returns:
         For each replica, the factor of each microbatch. An empty list if the factors vary no more
-        than noise, or if the number of microbatches was not constant. Then the relative standard
-        deviation of the actions without this effect.
+        than noise, or if the number of microbatches was not constant. The second result is the
+        relative standard deviation of the actions without this effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -291,7 +291,8 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Makes a hook that records the time; with ``begins``, as the first of a forward pass."""
+        """Makes a hook that records the time. With ``begins``, it also starts a new forward
+        pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
