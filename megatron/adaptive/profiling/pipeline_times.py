@@ -291,8 +291,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Makes a hook that records the time. With ``begins``, it also starts a new forward
-        pass."""
+        """Makes a hook that records the time. With ``begins``, it starts a new forward pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
