@@ -117,8 +117,8 @@ def calibrate(
     Args:
         model: Model that all runs trained.
         runs: Traced runs, at least one.
-        described: Value of the key ``model`` in the profile file. Default: the model's name and
-            arguments.
+        described: Description of the model, stored under the key ``model`` in the profile. Default:
+            the model's name and arguments.
 
     Returns:
         Contents of a profile file.
@@ -239,7 +239,7 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the fraction of a backward pass that weight gradients take.
+    """Returns the fraction of a backward pass's time that weight gradients take.
 
     It is half of the operations outside of attention scores, because the scores have no weights.
     """
@@ -349,7 +349,7 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns measures of how well the step times of some runs were predicted, by name.
+    """Returns how accurately the step times of some runs were predicted, as measures by name.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times put the runs in the same order. ``place_of_best`` is the position of the fastest run in

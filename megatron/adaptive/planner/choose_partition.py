@@ -63,7 +63,7 @@ _LEAST_S = 1e-9
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that is used instead of infinity if memory is unlimited."""
+"""Number of layers that stands for infinity if memory is unlimited."""
 _HALVINGS = 40
 """Number of bisection steps. With this number, the time per microbatch has 12 exact digits."""
 
@@ -77,7 +77,8 @@ class Loads:
         partition: Number of layers of each stage during the measurement.
         layer_s: Times of a layer (forward pass, backward pass, weight gradients), in seconds. There
             is one entry per rank and kind of layer.
-        beside_s: Times of each stage outside of its layers in seconds, such as embedding and loss.
+        beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
+            loss.
         most_layers: Number of layers of average size that fit into the memory of each rank.
         kinds: Kind of each layer in model order, as a number from 0. Empty if all layers are equal.
         sizes: Memory size of a layer divided by the average, for each rank and kind of layer. If
@@ -94,13 +95,13 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time of all layers on each rank, divided by the median over the ranks."""
+        """Time that each rank would take for all layers, divided by the median over the ranks."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns the time of all layers together on each rank, in seconds."""
+        """Returns how long each rank would take for all layers of the model, in seconds."""
         seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
         return seconds
 
@@ -127,7 +128,7 @@ class Loads:
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns the time of each rank outside of its layers, in seconds per microbatch."""
+        """Returns how long each rank works outside of its layers, in seconds per microbatch."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
@@ -139,7 +140,7 @@ class Loads:
 
     @cached_property
     def _ranks(self) -> Any:
-        """Index of the rank of each stage."""
+        """Index of the rank that holds each stage, ``[stages]``."""
         stages = range(self.placement.num_stages)
         return np.array([self.placement.locate(stage)[0] for stage in stages])
 
@@ -197,7 +198,7 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the schedule ``auto``, which all ranks follow.
+    """Decision that ``auto`` makes about schedule, placement and partition, for all ranks.
 
     Attributes:
         text: Choice and its reason, as one line for the log.
@@ -214,7 +215,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns the number of layers that change their rank from partition ``old`` to ``new``."""
+    """Returns how many layers are on another rank under partition ``new`` than under ``old``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -420,7 +421,8 @@ class _Job:
         Args:
             loads: Measured times and memory, converted to the placement.
             present: Present number of layers of each stage.
-            earlier: Earlier choices. Their schedules are tried too.
+            earlier: Choices made earlier, for other placements or partitions. Their schedules are
+                tried too.
             moves_layers: Whether to choose another partition.
 
         Returns:
@@ -531,7 +533,8 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
-        # Divide the rank's remaining time and memory equally, so keep a part for its later stages.
+        # Divide the rank's remaining time and memory equally among its stages, so keep a part for
+        # the later ones.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1

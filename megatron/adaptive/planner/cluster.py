@@ -194,9 +194,9 @@ class NodeType:
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
         intra: Speed of the link between two GPUs in a node.
-        islands: Groups of neighbouring GPUs with a fast link, as number of GPUs and link. They are
-            in ascending order: first parts of a node, then groups of several nodes, such as the
-            nodes on one switch.
+        islands: Groups of neighbouring GPUs with a fast link. Each entry is the number of GPUs in a
+            group, and the link. Entries are in ascending order: first parts of a node, then groups
+            of several nodes, such as the nodes on one switch.
         network: Speed of the node's link to the network. ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
         zone: Name of the node's availability zone. A cluster may have a special link between zones,
@@ -369,8 +369,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory size in bytes by name of GPU, from a profile. It is used for node types
-            whose memory the file does not contain.
+        memories: Memory size of each type of GPU in bytes, from a profile, by the GPU's name. It is
+            used for node types whose memory the file does not contain.
 
     Raises:
         ConfigError: The file cannot be read, or one of its keys is invalid.

@@ -64,9 +64,9 @@ class Runtime:
             while gradients are reduced and while the optimizer runs.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
             The receivers then gather the parts.
-        pipeline: Function that times a pipeline instead of the planner. From the plan and its
-            ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to leave the
-            plan to the planner.
+        pipeline: Function that computes a pipeline's times in place of the planner. From the plan
+            and its ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to
+            leave the plan to the planner.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -273,9 +273,10 @@ class _LayerSetup:
         samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
             sequences.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of` for the time to send tokens to their experts.
-        ring: Function from :func:`context_ring` for the time to send keys and values. They go to
-            the next rank that shares the sequence.
+        exchange: Function that returns the time to send tokens to their experts, made by
+            :func:`exchange_of`.
+        ring: Function that returns the time to send keys and values to the next rank that shares
+            the sequence. It is made by :func:`context_ring`.
     """
 
     inputs: PlanInputs
@@ -460,7 +461,7 @@ weight and two moments, and writes the master weight and the moments."""
 
 
 def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
-    """Returns a function that estimates the times of layers that the profile has not measured.
+    """Returns a function that estimates the times of layers that are missing in the profile.
 
     Returns:
         A function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch.

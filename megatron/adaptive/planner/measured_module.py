@@ -38,7 +38,7 @@ class MeasuredHost:
     Attributes:
         host: Name of the node.
         type: Name of the node type, the same as in the profile.
-        gpu: Name of its device, the same as in the profile.
+        gpu: Name of the node's GPU or CPU, the same as in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
         shares_memory: Whether the node's processes share one memory. Each may then use more if
@@ -67,7 +67,7 @@ class MeasuredModule:
         element_bytes: Size in bytes of an element in most parameters.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
-        most: Maximum microbatch size in samples that was measured.
+        most: Largest microbatch size that was measured, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
         cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is

@@ -24,7 +24,7 @@ ATTENTIONS = ("fused", "kernel", "unfused")
 in the trainer's own layers) keep no scores. ``unfused`` writes all scores into memory and keeps
 them."""
 RECOMPUTE = ("none", "selective", "full")
-"""Parts of a forward pass that the backward pass repeats: none, only attention, or the layer."""
+"""Parts of a forward pass that the backward pass repeats: none, attention only, or whole layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Precision:
     Attributes:
         name: Name of the number format, such as ``bf16``.
         element_bytes: Size of an activation's element in bytes, in memory and in messages.
-        parameter_bytes: Size in bytes of a weight that layers read.
+        parameter_bytes: Size in bytes of a weight, in the copy that layers read.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
         optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. The
             distributed optimizer divides it among replicas.

@@ -172,7 +172,8 @@ def settings_model(
         settings: Values of the model's settings, by the names of their fields.
         name: Name of the model, by which profiles are matched to models.
         precision: Number format: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, as in :func:`arguments_model`.
+        attention: Implementation of attention, one of ``ATTENTIONS``, if the settings do not choose
+            one.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -190,7 +191,7 @@ class _ModelSource(NamedTuple):
         name: Name of the model.
         arguments: Command-line arguments with which a training run builds the model.
         parsed: Command-line arguments to parse here, in addition to ``settings``.
-        settings: Values of settings, by the names of their fields.
+        settings: Values of the trainer's settings, by the names of their fields.
     """
 
     name: str

@@ -164,8 +164,8 @@ def step_times(
         launch_s: Time within ``durations_s`` in which the CPU launches kernels, in seconds. The
             array is ``[3, stages]``. A rank can launch kernels while it waits for the input.
             ``None`` if there is no such time.
-        factors: Factor on the duration of each action, in the order of ``steps``. The array is
-            ``[actions]``, or one number applies to all actions.
+        factors: Factor by which each action's duration is multiplied, in the order of ``steps``.
+            The array is ``[actions]``, or one number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors

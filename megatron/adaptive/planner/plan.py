@@ -171,7 +171,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Memory that the rank needs in total, in bytes."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # an array in the search, which computes many stages at once
+        total: float = sum(parts)  # the search passes arrays, which makes it an array
         return total
 
     @property
@@ -249,7 +249,7 @@ def place_ranks(
 
     Args:
         cluster: Cluster with the nodes.
-        order: Indices of the nodes to use, in the order of the ranks.
+        order: Indices of the nodes to use, ordered by rank.
         tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of data-parallel replicas.
         pp: Number of pipeline ranks.
@@ -597,8 +597,8 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
     """Returns whether a plan is slower or faster than the first plan, and which parts differ most.
 
     Args:
-        prediction: Prediction of a plan, as in the plan file.
-        first: Prediction of the plan to compare with, as in the plan file.
+        prediction: Prediction of the plan, in the form that a plan file contains.
+        first: Prediction of the plan to compare with, in the same form.
         first_name: Name of the plan file to compare with.
     """
     parts, base = prediction["parts_s"], first["parts_s"]

@@ -228,7 +228,7 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 @_compiled
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Returns a lower bound of the time from a stage's first input to its last backward pass's end.
+    """Returns the least time from a stage's first input to the end of its last backward pass.
 
     The bound is the larger of ``span`` and ``rounds`` of the module's docstring, and of the time on
     a link that each microbatch keeps busy for ``link`` seconds.

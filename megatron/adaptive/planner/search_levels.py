@@ -66,7 +66,7 @@ def make_dp_states(
     enough.
 
     Args:
-        classes: Classes of nodes on which stages can run.
+        classes: Stage classes (parallel sizes and node types) that a pipeline can use.
         counts: Number of nodes of each type in the cluster.
         most_stages: Maximum number of stages of a pipeline.
         most_levels: Maximum number of levels. If all orders of nodes need more, some are skipped.

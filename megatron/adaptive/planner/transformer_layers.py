@@ -332,7 +332,7 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    blocks = 3 if crossed else 2  # attention and feed-forward, which add to the residual
+    blocks = 3 if crossed else 2  # attention, cross-attention and feed-forward blocks
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # Dropout keeps the probabilities before and after it, and its mask, for the backward pass.
@@ -462,8 +462,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
     Args:
         shape: Sizes of the model.
-        head: Costs of the head without these layers.
-        layer: Costs of one of these layers.
+        head: Costs of the head without multi-token prediction.
+        layer: Costs of the transformer layer in each multi-token prediction layer.
         name: Name of the new kind.
     """
     count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence

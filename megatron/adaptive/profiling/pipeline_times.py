@@ -175,11 +175,12 @@ def most_of(
     Args:
         samples: Measurements under ``present``, at least one of every rank.
         present: Present assignment of stages to ranks.
-        target: Assignment of stages to ranks to be examined.
+        target: Assignment of stages to ranks for which the result is computed.
         layers: Present number of layers of each stage; needed with ``others``.
-        others: Number of layers of each stage to be examined, empty to keep the present numbers.
-            The estimate is cautious: a layer that leaves a stage frees the smallest mean layer size
-            of any stage, and one that arrives needs the largest mean of a middle stage.
+        others: Number of layers of each stage for which the result is computed. Empty for the
+            present numbers. The estimate is cautious: a layer that leaves a stage frees the
+            smallest mean layer size of any stage, and one that arrives needs the largest mean of a
+            middle stage.
 
     Returns:
         Number of microbatches on the rank with the least memory. Below 1, even negative, if the
@@ -220,9 +221,9 @@ class LayerShare:
     :meth:`begin`.
 
     Args:
-        models: For each chunk to measure, the model and its block of layers.
+        models: Model and its block of layers, for each chunk to measure.
         clock: Clock of the device, which marks points in the device's queue of work.
-        layers: For chunks in which each layer is measured too, the layers.
+        layers: Layers to measure one by one, for each chunk in which that is wanted.
     """
 
     def __init__(

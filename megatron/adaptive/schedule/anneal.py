@@ -64,7 +64,7 @@ class OrderGraph(NamedTuple):
     Attributes:
         rows: Actions of each rank in the order they run, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
-        best: Value of ``rows`` with the shortest step so far.
+        best: Copy of ``rows`` from the try with the shortest step so far.
         needs: Action whose result each action needs as input, -1 for none.
         gaps: Time from the end of the needed action until its result arrives, per action, in
             picoseconds.

@@ -252,7 +252,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns the F actions and the B actions of a rank, each by groups of microbatches."""
+    """Returns a rank's F actions and B actions, each ordered by group of microbatches."""
     forwards, backwards = (
         [
             action

@@ -146,7 +146,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Returns one action per text (such as ``F0``), and numbers each text's microbatches from 0.
+    """Returns the actions that texts such as ``F0`` stand for, with microbatches counted from 0.
 
     Actions of microbatches that the step does not have are left out.
     """

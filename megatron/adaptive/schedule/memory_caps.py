@@ -52,7 +52,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 # Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
 # such as 1/3.
 _ROUNDING = 1e-9
-# Tolerance in millionths of a microbatch: 1,000 sizes, each rounded by up to half a millionth.
+# Tolerance in millionths of a microbatch. It covers the rounding of 1,000 sizes by up to half a
+# millionth each.
 _ROUNDING_PER_SUM = 500
 # Ratio of the default cap to the memory that a static schedule needs. It was measured (see
 # ``runtime_rules``): with 1.25, message latency makes a step up to 7% longer than that of static

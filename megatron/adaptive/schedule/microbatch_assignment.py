@@ -89,7 +89,7 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number of which each replica's number of microbatches must be a multiple. The step's
+        group: Number by which each replica's number of microbatches must be divisible. The step's
             number of microbatches is a multiple of ``group``, too.
         least: Minimum number of microbatches per replica.
 
@@ -103,7 +103,7 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # Number of groups that replicas below `least` still need.
+    # Number of groups that replicas with fewer than ``least`` microbatches still need.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
@@ -116,7 +116,7 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assigns microbatches round-robin as far as these numbers per replica allow.
+    """Assigns given numbers of microbatches to replicas, round-robin as far as possible.
 
     Data workers prefetch in round-robin order, so their prefetched microbatches can be used.
     """
@@ -160,7 +160,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts by the non-negative values that fit the times best."""
+        """Replaces the parts of the cost by the non-negative values that fit the times best."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -217,7 +217,7 @@ class Dealer:
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number of which each replica's number of microbatches must be a multiple.
+        group: Number by which each replica's number of microbatches must be divisible.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
             number per token. It determines the order of a replica's microbatches. Measured times do

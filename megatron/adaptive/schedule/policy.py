@@ -92,7 +92,7 @@ class Follow(RulePolicy):
 
 
 def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
-    """Returns a rank's order of actions as codes, as the functions of ``runtime_rules`` read it.
+    """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
 
     Returns:
         One code per action: ``kind * num_chunks + chunk``. If the next action starts together with

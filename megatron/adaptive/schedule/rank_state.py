@@ -355,7 +355,7 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns those of each chunk's next F and next B whose input has not arrived."""
+        """Returns the next F and the next B of each chunk, except those whose input has arrived."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
