@@ -337,8 +337,8 @@ def _messages(
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     """Computes the times of the pipeline's ranks, without reduction and optimizer.
 
-    The fixed order of a static schedule gives them directly. Run-time scheduling rules are
-    simulated.
+    The fixed order of a static schedule gives them directly. Run-time scheduling rules, and stages
+    with unequal numbers of replicas, are simulated.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:

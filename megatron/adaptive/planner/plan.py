@@ -171,7 +171,7 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Memory that the rank needs in total, in bytes."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # the search passes arrays, which makes it an array
+        total: float = sum(parts)  # an array if the parts are arrays, as in the search
         return total
 
     @property
