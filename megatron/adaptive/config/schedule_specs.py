@@ -60,8 +60,8 @@ class ScheduleSpec:
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
             group size.
         recomputes: Whether the schedule repeats forward passes, and so needs full recomputation.
-        microbatches_per_rank: Minimum number of microbatches per step, divided by the number of
-            pipeline ranks; 0 for no minimum.
+        microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank (with
+            2, four ranks need 8 microbatches); 0 for no minimum.
         is_hint: Whether the schedule ``hinted`` may use this schedule's order as its preference.
         is_auto_candidate: Whether the schedule ``auto`` tries this one.
         planned: Whether the planner considers the schedule: always (``by default``), only if the

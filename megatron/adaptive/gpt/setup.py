@@ -83,7 +83,7 @@ def _record_index(config: TrainerConfig) -> int:
     """Returns the index of this rank's order of actions in the list of a recorded step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
-        return pp_rank  # all replicas run actions in the same order
+        return pp_rank  # only one replica's orders are recorded
     ranks = config.parallel.pipeline_model_parallel_size
     return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 

@@ -134,7 +134,7 @@ class StepTrace:
     def returned(self, reported: Sequence[Any]) -> None:
         """Stores the loss from the result of a training step.
 
-        Collective over replicas, but starts the reduction without waiting for it.
+        Collective over replicas. On a GPU, it does not wait for the result of the all-reduce.
         """
         self._loss = _mean_loss(reported)
 

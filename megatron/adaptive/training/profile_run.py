@@ -64,7 +64,7 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of layers in the two middle stages whose times are compared to get a layer's cost."""
+"""Numbers of layers in two measurements of the middle stage, which differ by 2 layers."""
 _LEAST_SHARE = 0.5  # minimum cost of a layer, relative to the mean over the stage's layers
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")
 
