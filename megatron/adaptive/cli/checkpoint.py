@@ -33,7 +33,7 @@ _LONG = ("config", "files", "blocks", "options", "states")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``verify``, ``list`` or ``show``.
+    """Runs one of the modes ``verify``, ``list`` and ``show``.
 
     Returns:
         Exit status: 1 if a checkpoint is damaged, else 0.

@@ -327,7 +327,7 @@ class JobStatus:
         folder: Path of the job's log folder.
         nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
-        lost: Reason to consider a node lost, by the node's name.
+        lost: Reason why each lost node counts as lost, by the node's name.
         iteration: Latest iteration, ``None`` before the first.
         iterations: Number of iterations of the whole training run.
         iteration_ms: Median duration of an iteration in milliseconds, over the latest iterations.

@@ -276,7 +276,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
 
 
 def _word(rank: LiveRank) -> str:
-    """Describes what a rank is doing now, in one or two words."""
+    """Describes a rank's current activity in one or two words."""
     now = rank.now
     if rank.header is None:
         return "unreadable" if rank.problem else "not started"

@@ -385,7 +385,7 @@ class JobOrder:
         checkpoints: Folder in which checkpoints are saved, and from which training resumes.
         progress: Folder of the progress file for this layout.
         model: Path of the file with measurements of the model.
-        epoch: Number of this layout, counted over the layouts that the job has had.
+        epoch: Sequence number of this layout among all layouts of the job.
         signature: Hash of the model and the settings for which this layout was planned. Empty if
             nothing is planned yet, so that the ranks must first measure the model.
         pipeline_size: Number of processes per pipeline.

@@ -172,7 +172,7 @@ class GivenFlags:
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns a text that lists terms as flags with their values, joined by "or"."""
+        """Returns a text that lists terms as flags with values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]

@@ -111,7 +111,7 @@ def flag(
             raises ``ValueError`` to refuse the value with a reason.
         refused_choices: Values that Megatron-LM accepts but this trainer refuses, each with the
             reason.
-        unit: Placeholder for the value in help texts; ``None`` for that of the field's type.
+        unit: Placeholder for the value in help texts; ``None`` to choose it by the field's type.
         derived: Description of the default, for a default that depends on other settings.
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
         reader: Function that converts the argument's text to a value. If the text is invalid, it
@@ -144,7 +144,7 @@ def required(
     Args:
         help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
         names: Spellings of the flag, the first for messages; by default the field's name.
-        unit: Placeholder for the value in help texts; ``None`` for that of the field's type.
+        unit: Placeholder for the value in help texts; ``None`` to choose it by the field's type.
         derived: Description of the value that the parser computes if the flag is absent.
     """
     return flag(help_text, MISSING, names=names, unit=unit, derived=derived)

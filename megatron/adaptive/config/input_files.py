@@ -207,7 +207,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, with which an error message ends.
+        hint: Advice to the user, at the end of an error message.
         error: Class of the error to raise.
 
     Raises:
@@ -232,7 +232,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, with which an error message ends.
+        hint: Advice to the user, at the end of an error message.
         error: Class of the error to raise.
 
     Raises:

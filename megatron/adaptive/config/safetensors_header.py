@@ -51,7 +51,7 @@ BITS: Mapping[str, int] = {
 }
 """Number of bits per element of a tensor, by the code of its data type."""
 
-_LONGEST = 100_000_000  # largest size of a header in bytes that the format allows
+_LONGEST = 100_000_000  # maximum size of a header in bytes, set by the format
 _RESTORE = "copy it again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64

@@ -157,7 +157,7 @@ class TrainerConfig:
 
     @property
     def microbatch_group(self) -> int:
-        """Group size: a step must have a multiple of this number of microbatches per replica."""
+        """Group size, which must divide the number of microbatches per step and replica."""
         parallel = self.parallel
         spec = schedule_spec(self.schedule.pipeline_schedule)
         if spec.groups_microbatches and parallel.num_chunks > 1:

@@ -107,7 +107,7 @@ def build_datasets(
     blends, source = _blends(data, counts)
     needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core warns if a tokenizer has no pad token
+        warnings.simplefilter("ignore")  # hides a warning about tokenizers without a pad token
         config = CachedGPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,

@@ -151,7 +151,7 @@ class Conversations:
         return self._ids[start : start + length]
 
     def is_taught(self, index: int, length: int) -> npt.NDArray[Any]:
-        """Returns for each of a conversation's first ``length`` tokens whether it is taught."""
+        """Returns whether each of the first ``length`` tokens of a conversation is taught."""
         start = int(self._ends[index])
         return self._taught[start : start + length]
 

@@ -114,7 +114,7 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns text that lists inputs that some members lack, with these members.
+        """Returns a text that lists the inputs that some members lack, and these members.
 
         The text is empty if there are no such inputs.
         """
@@ -317,7 +317,8 @@ class Follower(Agreement):
         except AdaptiveError as error:
             self._completions.put(error)
         if not self._is_closed:
-            # Wake the executor if it waits for a decision. It then reads the error from its queue.
+            # Wake the executor, which may be waiting for a decision. It then finds the error in its
+            # queue.
             self._decisions.give_up()
 
     def _report(self, label: Label) -> None:

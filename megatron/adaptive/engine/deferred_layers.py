@@ -54,7 +54,7 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Computes a call of megatron-core's linear layer, with the same operations as megatron-core.
+    """Computes one call of megatron-core's linear layer, by the same operations.
 
     Attributes:
         weight: This rank's part of the weight, ``[out, in]``.
@@ -177,7 +177,7 @@ class DelayedCall(LayerCall):
     Attributes:
         layer: Transformer Engine layer that is called.
         weight: First weight of the layer, ``[out, in]``. A grouped layer has several.
-        delayed: ``wgrad_store`` made for this call.
+        delayed: Store (``wgrad_store``) that was made for this call.
     """
 
     layer: Any

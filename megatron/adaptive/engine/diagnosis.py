@@ -127,7 +127,7 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records each finding and its gain, and logs gains to Weights & Biases if it is in use."""
+        """Records each finding and its gain; also logs the gains to Weights & Biases if in use."""
         notes = [
             {
                 "headline": finding["headline"],
@@ -138,7 +138,7 @@ class RunningDiagnosis:
             for finding in findings
         ]
         note(findings=notes)
-        # The user's run of Weights & Biases, if any.
+        # Use the user's run of Weights & Biases, if there is one.
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None and notes:
             # Values with commit=False are added to the user's next call of log(), which determines

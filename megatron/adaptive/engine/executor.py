@@ -106,7 +106,7 @@ class Stages(Protocol):
         """Runs the forward pass of a chunk on one microbatch.
 
         Args:
-            chunk: Index of the chunk among those of this rank, from 0.
+            chunk: Index of the chunk on this rank, from 0.
             microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
             received: Output of the previous stage, ``None`` on the first stage.
 
@@ -131,7 +131,7 @@ class Stages(Protocol):
         It computes input gradients, and weight gradients too unless they are separate actions (W).
 
         Args:
-            chunk: Index of the chunk among those of this rank, from 0.
+            chunk: Index of the chunk on this rank, from 0.
             microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
             gradient: Gradient of the chunk's output. ``None`` on the last stage, where the output
                 is the loss.
@@ -144,7 +144,7 @@ class Stages(Protocol):
         """Computes a part of the weight gradients that the backward pass (B) has deferred.
 
         Args:
-            chunk: Index of the chunk among those of this rank, from 0.
+            chunk: Index of the chunk on this rank, from 0.
             microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
             piece: Index of the part to compute, ascending from 0 for each microbatch.
             pieces: Number of parts into which the microbatch's weight gradients are divided.
@@ -173,7 +173,7 @@ class Executor:
         placement: Assignment of pipeline stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         transport: Channels to send and receive tensors; ``None`` in a pipeline of one rank.
-        timeout_s: Maximum time of a wait for an input, in seconds.
+        timeout_s: Maximum time to wait for an input, in seconds.
         agreement: Object that makes all ranks of a decision group choose the same actions; ``None``
             for a rank that decides alone.
         clock: Clock that measures the start and end of actions; ``None`` for the clock of the host.
@@ -376,7 +376,7 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many launched actions may be unfinished when the policy chooses the next one.
+        """Returns how many launched actions may be unfinished when the policy chooses an action.
 
         Their total duration is about ``_AHEAD_NS``, estimated from their durations in the last
         step.
@@ -733,7 +733,7 @@ class StepLog:
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[SpanRow]:
-        """Returns the recorded waits and messages and all actions, as rows of the trace.
+        """Returns the step's waits, messages and actions as rows of the trace.
 
         Args:
             launched: Records of the step's actions, in the order they started.
@@ -780,7 +780,7 @@ class ActivationMeter:
         """Returns a context that measures a chunk's forward pass, unless one was measured before.
 
         Args:
-            chunk: Index of the chunk among those of this rank, from 0.
+            chunk: Index of the chunk on this rank, from 0.
             held: Tensors not to count, such as parameters, which exist even without the forward
                 pass.
         """

@@ -131,7 +131,7 @@ def build_executor(
             vary.
         payload_dtype: Element type of the tensors sent between stages.
         payload_varies: Whether the tensors sent between stages differ in shape.
-        timeout_s: Maximum time of a wait of the executor, in seconds.
+        timeout_s: Maximum time that the executor waits for an input, in seconds.
         tracing: Trace of this rank. It also publishes the executor's current activity. ``None`` if
             tracing is off.
         transport: Settings of the connections; ``None`` to choose a transport for each pair of
@@ -253,7 +253,7 @@ def open_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str]) -> None:
-    """Checks that all ranks have the same settings; raises on all ranks if not. Collective.
+    """Raises an error on all ranks unless all ranks have the same settings. Collective.
 
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 

@@ -100,7 +100,7 @@ class ExpertLoad:
         )
 
     def exchange_ns(self) -> int:
-        """Returns the time of the step's exchanges in nanoseconds. Waits for the device.
+        """Returns the total time of the step's exchanges in nanoseconds. Waits for the device.
 
         A second call in the same step returns 0.
         """

@@ -72,8 +72,8 @@ class Lease:
         folder: Folder to write to, made if it is missing.
 
     Attributes:
-        number: Number of this job's claim, 0 before it has one.
-        former: Facts about the previous holder, empty if there was none.
+        number: Number of this job's claim; 0 before the job has made a claim.
+        former: Facts about the previous holder; empty if nobody held the folder before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -232,7 +232,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Gives the right up if this process made the claim, so that other jobs need not wait."""
+        """Gives up the right if this process made the claim, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # another job has taken over

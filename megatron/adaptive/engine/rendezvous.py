@@ -100,7 +100,7 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
     Args:
         limit_s: Time limit in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Text of the error that is raised when the time limit has passed.
+        late: Text of the error to raise when the time limit has passed.
 
     Raises:
         MeetingError: The time limit has passed. The function's thread continues until the process

@@ -219,7 +219,7 @@ class Tracing:
             self._add(self._traced, [_row(KINDS.index(kind), start_ns, time.monotonic_ns())])
 
     def data_read(self, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """Traces that the host read the data of a microbatch."""
+        """Traces the time in which the host read the data of a microbatch."""
         if self.recorder is not None:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
@@ -228,7 +228,7 @@ class Tracing:
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
-            self._clock.wait(last.end)  # then all earlier spans have ended too
+            self._clock.wait(last.end)  # all earlier spans have ended by then
         self._resolve()
         if self._sync is not None:
             self._sync.close()

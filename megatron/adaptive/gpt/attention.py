@@ -149,8 +149,8 @@ class LocalAttention(DotProductAttention):
             attention_mask: Mask ``[b, 1, s, s] bool``, True where a token must not attend. None for
                 causal attention. Ignored with a sliding window or context parallelism, for which
                 this class makes the mask.
-            *more: Further arguments of megatron-core's attention. packed_seq_params: Documents of a
-                packed row.
+            *more: Further arguments of megatron-core's attention.
+            packed_seq_params: Documents of a packed row.
             **options: Further arguments of megatron-core's attention.
 
         Returns:

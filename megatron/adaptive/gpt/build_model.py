@@ -154,7 +154,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):
-    """A transformer layer that reports its number to :class:`KeyedInit` while it is built."""
+    """Transformer layer that reports its number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,

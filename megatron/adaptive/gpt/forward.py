@@ -121,8 +121,7 @@ class NextToken:
         """Returns a loss of 0, and the token with the largest logit after the text.
 
         Args:
-            per_token: Whether losses are averaged per token, in which case the result has another
-                form.
+            per_token: Whether losses are averaged per token. If so, the result has another form.
             logits: Logits ``[b, s, vocabulary / tp]``.
         """
         row = logits[0, self._position].float().contiguous()

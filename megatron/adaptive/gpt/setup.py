@@ -102,7 +102,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    assert isinstance(run.forward_backward, ForwardBackward)  # ensured by the checks of flags
+    assert isinstance(run.forward_backward, ForwardBackward)  # the flag checks ensure this
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -143,7 +143,8 @@ class Run:
     """Holds all parts of a run that is ready for its first step.
 
     Attributes:
-        job: x Assignment of stages to pipeline ranks.
+        job: Settings of the run, and rank and process groups of this process.
+        placement: Assignment of stages to pipeline ranks.
         chunks: Models of this rank's stages, each in megatron-core's data-parallel wrapper.
         core: megatron-core's configuration of the model, shared by the chunks.
         optimizer: megatron-core's optimizer.
@@ -386,7 +387,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         iterations = run.train_iters
         train_samples = iterations * config.batch.global_batch_size
     else:
-        assert run.train_samples is not None  # ensured by the checks of flags
+        assert run.train_samples is not None  # the flag checks ensure this
         train_samples = run.train_samples
         iterations = sizes.iterations_for(train_samples)
     per_validation = run.eval_iters * config.batch.global_batch_size

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of a pipeline, in which each tensor has its name in the model.
+"""Saves and loads checkpoints of a pipeline, whose tensors have their names in the model.
 
 A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
 the same model can continue from it. All replicas have the same parameters, so only the ranks of the
@@ -239,7 +239,8 @@ class Checkpointer:
             manifest: Manifest of the checkpoint; ``None`` to skip the optimizer's state.
 
         Returns:
-            State of the optimizer, by name of the parameter and then by key such as ``exp_avg``.
+            State of the optimizer: for each parameter's name, a value for each key such as
+            ``exp_avg``.
         """
         path = reader.path
         saved_tensors = reader.tensors

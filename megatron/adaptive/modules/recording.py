@@ -1,4 +1,4 @@
-"""Records the calls of torch in the forward pass of a model with cut points.
+"""Records the torch calls in the forward pass of a model with cut points.
 
 ::
 
@@ -264,7 +264,7 @@ def _custom_functions(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records the calls of torch that a model makes on a :class:`Tape`.
+    """Records the torch calls of a model on a :class:`Tape`.
 
     Args:
         model: Model whose calls are recorded.
@@ -539,7 +539,7 @@ def _where() -> str:
 
 Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Element type of matrix products under autocast, by the name of the mixed precision."""
+"""Maps the name of a mixed precision to the element type of matrix products."""
 
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 

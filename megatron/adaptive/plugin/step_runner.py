@@ -153,7 +153,7 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step, and returns its arguments with keyed dropout and traced data reads."""
+        """Counts the step; adds keyed dropout and traced data reads to its arguments."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
         # Use Megatron-LM's step number if there is one, because Megatron-LM may repeat a step to
         # check that the results are the same.

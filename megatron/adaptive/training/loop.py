@@ -697,7 +697,7 @@ class ProfiledWindow(Hook):
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # like torch.profiler.profile; None once it has ended
+        self._recording = recording  # a profiler object, or None once it has ended
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:

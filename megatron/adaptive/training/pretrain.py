@@ -222,7 +222,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             live = TrainingRun(
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
-            del run  # the trainer may replace the run
+            del run  # the trainer can free the run only if no other reference exists
             guard.snapshot = partial(_evidence, live)
             Trainer(live, profiler, stop).train()
         finally:

@@ -207,7 +207,7 @@ def _measure_layers(
 
 
 def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
-    """Returns the median of the value ``name`` over all measurements, by name of the GPU."""
+    """Returns the median of the value ``name`` over all measurements, for each GPU name."""
     values = {
         gpu: [sample[name] for sample in samples if name in sample]
         for gpu, samples in measured.items()

@@ -44,7 +44,7 @@ def only(supported: Any, feature: str) -> Check:
 
     Args:
         supported: Value that the trainer's layers support.
-        feature: Feature of a model that other values request, for the error message.
+        feature: Model feature that other values request; the error message names it.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -57,7 +57,7 @@ def never(feature: str) -> Check:
     """Returns a check that accepts only values that are false, such as ``null``.
 
     Args:
-        feature: Feature of a model that other values request, for the error message.
+        feature: Model feature that other values request; the error message names it.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
