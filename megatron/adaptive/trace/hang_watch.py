@@ -35,7 +35,7 @@ STEPS = 10.0
 """Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Between steps, computing without other progress counts as a hang after this many limits."""
+"""Multiple of the hang limit for which ranks may compute between steps without other progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
 """A rank that uses more than this per second is working: processor time in seconds, processor time
 plus time in the run queue, bytes read and written. Monitoring threads alone use less."""
