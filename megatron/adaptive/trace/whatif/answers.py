@@ -666,7 +666,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that makes stages equal, and the factor for each rank's computing time."""
+        """Returns the flag that makes stages equal, and each rank's factor of computing time."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
