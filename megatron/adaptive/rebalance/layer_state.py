@@ -143,8 +143,8 @@ def _named(
         model = unwrap_model(chunk)
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
-                # The bias is cast to 16 bits when a 16-bit model is built, but training keeps it in
-                # 32 bits. Both ranks of a passage must have the same type.
+                # Building a 16-bit model casts this bias to 16 bits, but training keeps it in 32
+                # bits. Cast it back, because sender and receiver must use the same type.
                 module._maintain_float32_expert_bias()
         for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             part = spread if _is_spread(tensor) else dense

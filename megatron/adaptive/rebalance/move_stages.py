@@ -180,7 +180,7 @@ def _set_aside(run: Run) -> _State:
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
     needed = sum(tensor.nbytes for share in shares.values() for tensor in share.tensors)
     ranks_here = job.environment.local_world_size
-    # After the move, the rank may hold up to half as much state again, which must fit too.
+    # Reserve half as much again, because the rank may hold more layers after the move.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
     fits = stays or needed <= available_host_bytes() // ranks_here
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]

@@ -13,7 +13,7 @@ LIMIT_S = 60.0
 """Maximum time in seconds that all ranks wait while rank 0 chooses a schedule or partition."""
 
 SIMULATED_OF_LIMIT = 0.75
-"""Fraction of the time limit for simulations; after that, the best result so far is chosen."""
+"""Fraction of the time limit that simulations may use; then the best one so far is chosen."""
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:

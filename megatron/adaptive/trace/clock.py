@@ -124,7 +124,7 @@ class ClockFit:
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """Returns a fit that adds a constant in nanoseconds to every reading, as there is no drift."""
+    """Returns a fit that adds a constant number of nanoseconds to every reading (no drift)."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
@@ -291,7 +291,7 @@ class Alignment:
 
     @property
     def residual_ns(self) -> float:
-        """Residual in ns of the measured clock with the largest one; 0 if no clock was measured."""
+        """Largest residual in ns of any measured clock; 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:

@@ -115,7 +115,7 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """Messages the rank waits for: sending rank, then the action's kind, chunk, microbatch."""
+        """(Sender, kind, chunk, microbatch) of each message that the rank waits for."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
@@ -308,7 +308,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the indices above ``begun`` of the group's collectives in which ranks wait."""
+    """Returns the numbers, if above ``begun``, of the group's collectives in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 

@@ -126,7 +126,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Indices along the ranks' axis, one array for the ranks of each pipeline."""
+        """One array per pipeline: indices of the pipeline's ranks along the ranks' axis."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))

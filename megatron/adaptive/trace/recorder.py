@@ -152,7 +152,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, and then for at most 10 s. After such a wait was in vain,
+        Blocks only if the queue is full, and then for at most 10 s. If that wait is in vain, the next
         iterations are dropped at once until the queue has free space.
         """
         begun, rows = self._begun, self._rows

@@ -176,7 +176,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns spans of the given kinds, clipped to a step and sorted, with times from its start on.
+    """Returns spans of the given kinds, sorted, clipped to a step, with times since its start.
 
     Waits outside the step are left out. Actions are always kept, because they define the step.
     """

@@ -94,7 +94,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Collectives in imported traces: phases as Megatron-LM names them, then plain operations."""
+"""Names of collectives in imported traces: phases of Megatron-LM first, then plain operations."""
 
 REASONS = (
     "",
@@ -143,7 +143,7 @@ PLACEMENTS = ("loop", "v")
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Sizes of each microbatch of a rank: number of positions, then number of tokens per document.
+"""For each microbatch of a rank: number of token positions, then number of tokens per document.
 
 Positions without a token are padding. Empty if all microbatches have the same size.
 """
@@ -153,7 +153,7 @@ class SpanRow(NamedTuple):
     """Holds a span as integers, in the form in which it is recorded and written to the file.
 
     Attributes:
-        kind: Index in :data:`KINDS` of the kind of span.
+        kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none.
         piece: Index of the part, if an action W is computed in several parts, else 0.
@@ -164,7 +164,7 @@ class SpanRow(NamedTuple):
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank on the other side of a message, -1 for none.
         of: Index of the kind of action that a wait or a message belongs to, -1 for none.
-        reason: Index in :data:`REASONS` of the reason.
+        reason: Index of the reason in :data:`REASONS`.
     """
 
     kind: int
@@ -313,8 +313,8 @@ class ClockSamples:
     """Compares this rank's clock with the clock of a reference rank.
 
     Attributes:
-        reference: Global rank with whose clock this rank's clock is compared.
-        samples: Times of the requests to the reference rank and of their answers.
+        reference: Global rank whose clock is the reference.
+        samples: Times of each request to the reference rank and of its answer.
     """
 
     reference: int
@@ -601,7 +601,8 @@ def _value(
 ) -> Any:
     """Returns a field of a record after the check in :data:`_EXPECTED` for the type ``kind``.
 
-    Raises: TraceError: The field is missing without a default, or has a value of another type.
+    Raises:
+        TraceError: The field is missing without a default, or has a value of another type.
     """
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]

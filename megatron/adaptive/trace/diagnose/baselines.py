@@ -53,7 +53,7 @@ OF_TIME = 0.1
 """Minimum fraction of the computing time for a kind of action (F, B, W) to be used."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals to try, over all ranks.
+"""Maximum number of intervals of iterations in which shifts are searched, over all ranks.
 
 If there are more, only intervals that last to the end of the run are tried.
 """
@@ -61,7 +61,7 @@ If there are more, only intervals that last to the end of the run are tried.
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes by how much a rank is slower than expected in consecutive iterations.
+    """Describes by how much a rank is slower or faster than expected in consecutive iterations.
 
     Attributes:
         column: Index of the rank along the ranks' axis of :class:`Measured`.

@@ -322,7 +322,7 @@ PASSED = 6
 """Minimum number of values in an interval that does not last to the end of the series."""
 
 TO_THE_END = 0.85
-"""Fraction of the best score at which an interval that lasts to the end of the series wins."""
+"""Fraction of the best score from which an interval up to the end of the series is preferred."""
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside it.

@@ -38,7 +38,7 @@ DPI = 150
 WIDTH_IN = 14.0
 MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
-"""Width of a short action in inches, for which the picture is widened up to ``MAX_WIDTH_IN``."""
+"""Desired width of a short action in inches. The picture gets wider, up to ``MAX_WIDTH_IN``."""
 AROUND_IN = 1.5
 """Total height in inches of the parts of the picture above and below the rows."""
 ROW_IN_FEW = 0.62
@@ -60,7 +60,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is turned by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""A wait's cause is in the legend if some wait lasts longer than the step time divided by this."""
+"""A wait's cause is in the legend if such a wait takes more than the step time divided by this."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:

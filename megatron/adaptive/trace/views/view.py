@@ -120,7 +120,7 @@ def trace_view(
     Args:
         ending: End of the file's name, such as ``.csv``; empty for a view that is printed.
         summary: Short description of the view for help texts.
-        name: Name of the view on the command line. Only views of this package have one.
+        name: Name of the view on the command line; only for views of this package.
     """
     return lambda function: View(
         name=name or f"{function.__module__}:{function.__name__}",

@@ -431,7 +431,7 @@ class _Answers:
         """Runs all simulations and returns the whole analysis.
 
         Args:
-            notes: Caveats about the trace, one line each, to which the result's are added.
+            notes: Caveats about the result, one line each.
         """
         where = self._where
         steps = self._simulate(self._groups())

@@ -284,10 +284,10 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns the row of each input's producer, and how many inputs lack a recorded producer.
+    """Returns which row produced each computation's input, and how many producers are missing.
 
-    A computation without a recorded producer has -1. Forward passes of the first stage have -1 too,
-    but are not counted.
+    A computation whose input has no recorded producer has -1. So do forward passes of the first
+    stage, which are not counted as missing.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]

@@ -51,7 +51,7 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio of a rank's number of tokens for its experts to the mean, to report the rank."""
+"""Minimum ratio, to report a rank, of its experts' number of tokens to the mean over ranks."""
 
 OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""
