@@ -1,7 +1,7 @@
 """Writes results atomically, and writes optional files of a run as long as the disk accepts data.
 
 A run can continue without some of its files: traces, curves, progress, logs. If such an optional
-file cannot be written, such as on a full disk, a warning is printed and the data is dropped.
+file cannot be written, as on a full disk, a warning is printed and the data is dropped.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
 whole list is passed to a writer thread through a bounded queue. The thread formats the spans and
 appends them to the rank's file with a single write. While the disk accepts no data, iterations are
-dropped and a warning is printed. After that, a record in the file lists the missing iterations::
+dropped and a warning is printed. Afterwards, a record in the file lists the missing iterations::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
@@ -152,7 +152,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, and then for at most 10 s. If that wait is in vain, the next
+        Blocks only if the queue is full, and then for at most 10 s. If that wait is in vain, further
         iterations are dropped at once until the queue has free space.
         """
         begun, rows = self._begun, self._rows

@@ -1,7 +1,7 @@
 """Defines causes of slow steps: how each is found, described, left out in simulation, and remedied.
 
 A cause is a subclass of :class:`Cause`. The modules of the folder ``causes`` contain the causes of
-this package, which are found there by themselves. Your own cause can be anywhere: give ``trace
+this package, which need no registration. Your own cause can be anywhere: give ``trace
 diagnose --cause package.module:Class``. A package can also publish its causes as entry points of
 the group ``megatron_adaptive.causes``, which are selected by name.
 """

@@ -1,7 +1,7 @@
 """Defines views of a trace, the values of ``trace --format``, and finds them.
 
 A view is a function decorated with :func:`trace_view`. The modules of the folder ``formats``
-contain the views of this package, which are found there by themselves. Your own view can be
+contain the views of this package, which need no registration. Your own view can be
 anywhere: give ``--format package.module:name``. A package can also publish its views as entry
 points of the group ``megatron_adaptive.views``, which are selected by name.
 """
