@@ -79,7 +79,7 @@ COMMANDS = (
     Command("profile --output p --model gpt2", numbers="--tp --repeats"),
     Command("doctor", numbers="--master-port"),
     Command("transport --check", numbers="--seconds", choices="--transport"),
-    Command("train single", numbers="--pipeline_parallel", choices="--schedule"),
+    Command("train single", numbers="--pipeline_parallel", choices="--pipeline-schedule"),
     Command("job launch", numbers="--nproc-per-node --nnodes", paths="TRACE"),
     Command("train recipe", paths="TRACE"),
     Command("data corpus --output-dir {f}/made", numbers="--vocab-size --workers --max-bytes"),

@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
+from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
@@ -76,6 +78,14 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
+class _Renamed(argparse.Action):
+    """Refuses the former name of an option, and says the present one."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        """Raises the error, because the option was given."""
+        raise ConfigError("--schedule is now --pipeline-schedule")
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog=f"{PROGRAM} train single",
@@ -88,9 +98,11 @@ def _parser() -> CommandParser:
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         text = f"{text} ({default})"
         add(*flags, dest=name, type=count, default=default, metavar="N", help=text)
-    schedules = ("adaptive", "1f1b", "interleaved", "megatron")
-    text = "order of actions in the pipeline (adaptive)"
-    add("--schedule", default="adaptive", choices=schedules, help=text)
+    names = selectable_names()
+    text = f"order of actions in the pipeline (adaptive): {', '.join(names)}"
+    both = ("--pipeline-schedule", "--pipeline_schedule")
+    add(*both, dest="schedule", default="adaptive", choices=names, metavar="NAME", help=text)
+    add("--schedule", action=_Renamed, help=argparse.SUPPRESS)
     add("--resume", action="store_true", help="continue the latest run instead of starting one")
     add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"

@@ -120,9 +120,12 @@ def install(
     accelerator.install()
     # The calling module uses torch, so it too needs the substitutes for CUDA functions.
     without_cuda.include_program(sys._getframe(1).f_globals)
-    from megatron.adaptive.plugin import versions
+    from megatron.adaptive.engine import core_version
 
-    versions.check()
+    core_version.check(
+        oldest=(0, 15),
+        remedy="use megatron-core 0.15 to 0.19 (tested most with 0.16.1) or leave install() out",
+    )
     from megatron.adaptive.plugin import patch
 
     patch.put(settings)

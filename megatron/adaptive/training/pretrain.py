@@ -173,6 +173,10 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
+    from megatron.adaptive.engine import core_version
+
+    # Before the imports below, which fail with a traceback if a name of megatron-core is missing.
+    core_version.check(oldest=(0, 16), remedy="the trainer needs megatron-core 0.16.1 to 0.19")
     from megatron.adaptive.checkpoint.trainer_checkpoints import (
         Checkpoints,
         check_model_folder,

@@ -50,10 +50,14 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 """Parameters that the engine passes to each function: names by position, and names by keyword."""
 
 
-def check() -> None:
+def check(oldest: tuple[int, int], remedy: str) -> None:
     """Raises an error if the engine cannot use the installed megatron-core.
 
     Prints a warning if the release is newer than those tested.
+
+    Args:
+        oldest: Major and minor number of the oldest release that the caller supports.
+        remedy: End of the error message, which says what to use instead.
 
     Raises:
         SetupError: A function of megatron-core is missing or takes other arguments.
@@ -62,12 +66,12 @@ def check() -> None:
     functions["finalize_model_grads"] = finalize_model_grads
     has_groups = hasattr(process_groups_config, "ProcessGroupCollection")
     reason = why_not(functions, has_groups=has_groups)
+    release = (package_info.MAJOR, package_info.MINOR)
+    if reason is None and release < oldest:
+        reason = "it is older than the releases that are supported"
     if reason is not None:
-        raise SetupError(
-            f"megatron-core {megatron.core.__version__}: {reason}; use megatron-core 0.15 to 0.19 "
-            "(tested most with 0.16.1) or leave install() out"
-        )
-    if (package_info.MAJOR, package_info.MINOR) > NEWEST:
+        raise SetupError(f"megatron-core {megatron.core.__version__}: {reason}; {remedy}")
+    if release > NEWEST:
         warnings.warn(
             f"megatron-core {megatron.core.__version__} is newer than the releases that "
             f"megatron.adaptive is tested with, up to {NEWEST[0]}.{NEWEST[1]}: its functions fit, "
