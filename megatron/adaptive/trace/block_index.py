@@ -41,7 +41,7 @@ class Block:
         offset: Position of the first span in the file, as a number of bytes.
         size_bytes: Total size of the spans' complete lines in bytes.
         is_whole: Whether the file contains all spans that the marker counts.
-        table: Spans of the block, if they had to be read to find the block's end; else ``None``.
+        table: Spans of the block if they were read already, else ``None``.
     """
 
     marker: IterationStart

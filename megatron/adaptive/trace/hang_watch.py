@@ -651,7 +651,7 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # A changed parent id cannot show that the parent ended before this process started.
+        # Compare with the id in the job file: the parent may have ended before this process began.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s

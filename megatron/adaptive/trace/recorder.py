@@ -152,8 +152,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, and then for at most 10 s. If that wait is in vain, further
-        iterations are dropped at once until the queue has free space.
+        Blocks only if the queue is full, for at most 10 s. If that wait is in vain, iterations are
+        dropped at once until the queue has free space.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None

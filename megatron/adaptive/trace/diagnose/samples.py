@@ -259,12 +259,12 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
 
 
 def thinned(iterations: Ints, spans: int, most: int) -> Ints:
-    """Returns an evenly spaced sample of iterations with at most ``most`` spans in total.
+    """Returns an evenly spaced sample of iterations with about ``most`` spans in total.
 
     Args:
         iterations: Numbers of the iterations to choose from.
         spans: Total number of spans in these iterations.
-        most: Maximum number of spans in the sample, which has at least one iteration.
+        most: Approximate maximum number of spans in the sample, which is at least one iteration.
     """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]

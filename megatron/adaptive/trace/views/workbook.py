@@ -54,7 +54,7 @@ PATCH_COLUMNS = 8
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Minimum width of most actions in the sheet *order*, in columns, so that their text fits."""
+"""Width in columns of a short action in the sheet *order*, so that most actions fit their text."""
 MAX_BINS = 600
 """Maximum number of time columns in the sheet *time*."""
 

@@ -94,7 +94,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the shift of the rank that is most certainly too fast; ``None`` if there is none.
+    """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
 
     The caller stops comparing other ranks with it, because all of them would look slow.
     """
