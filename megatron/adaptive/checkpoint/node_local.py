@@ -1,4 +1,4 @@
-"""Writes checkpoints to the nodes' local disks, and uploads them to shared storage during training.
+"""Writes checkpoints to the nodes' local disks, and uploads them while training continues.
 
 ::
 
@@ -16,7 +16,7 @@
 A checkpoint can be loaded once it is complete in shared storage. A node's local disk then serves as
 a faster source of the same files. It also allows a new run to finish an upload that the previous
 run could not. Each rank copies some of its node's files. About once a second, all ranks exchange
-their errors and whether any has more to copy.
+their errors and whether any rank has more to copy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Stored = Mapping[str, Any]
 
 
 class _NodeFolder(StepFolders):
-    """A folder on a node's local disk with those files of checkpoints that its ranks write."""
+    """A folder on a node's local disk with the checkpoint files that the node's ranks write."""
 
     manifest_name = _MANIFEST
 
@@ -69,8 +69,8 @@ class LocalDisk:
     All ranks must call each method together.
 
     Args:
-        job: Rank, process groups and environment of this process. The job's timeout also limits
-            waits for uploads.
+        job: Rank, process groups and environment of this process. The job's timeout also limits how
+            long to wait for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
         keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
@@ -80,7 +80,7 @@ class LocalDisk:
         shared: Folder of checkpoints in shared storage.
         done: Queue of (step, path) for each checkpoint that is complete in shared storage.
         resumed: Step that the run resumed from. Later steps on the local disk are outdated, because
-            the run repeats them; the first save removes them.
+            the run repeats them. The first save removes them from the disk.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -205,7 +205,7 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # discarded, because this run did not write it
+                self.done.get()  # remove the entry, as this run did not write the checkpoint
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
@@ -451,7 +451,7 @@ def writing(
         step: Step that is written.
         job: Rank, process groups and environment of this process.
         ranks: Group of all ranks, over which the ranks communicate.
-        message: Text of the error, in which the cause replaces ``{}``.
+        message: Error message, in which the cause replaces ``{}``.
 
     Raises:
         CheckpointError: On all ranks, instead of a CheckpointError that the ``with`` block raised.
@@ -464,7 +464,7 @@ def writing(
 
         def clear(text: str = str(error)) -> str:
             """Removes the partial folder; returns the cause of the failure, as far as known."""
-            if folder.lease is not None:  # without a lease it may be the folder of another job
+            if folder.lease is not None:  # without a lease, the folder may belong to another job
                 folder.abandon(step)
                 try:
                     folder.lease.require()

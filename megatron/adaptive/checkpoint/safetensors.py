@@ -161,7 +161,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the names of the tensors in each file of the model, as the index lists them."""
+        """Maps each file of the model to the names of the tensors that the index lists for it."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -225,7 +225,7 @@ def write_folder(
             called once per tensor.
         shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
             own.
-        single: Name of the file if all tensors fit into one file.
+        single: Name of the only file, if all tensors fit into one.
 
     Raises:
         OSError: If a file cannot be written.
@@ -234,7 +234,7 @@ def write_folder(
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in bytes_of.items():
-        # A tensor larger than the limit gets a file of its own, before the file being filled.
+        # Put a file with a tensor larger than the limit before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
