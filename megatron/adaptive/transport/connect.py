@@ -63,7 +63,7 @@ def own_endpoint(
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Returns this rank's endpoint: its host, abilities and addresses, for the other ranks.
+    """Returns the description of this rank for other ranks: host, usable transports, addresses.
 
     Args:
         rank: Global rank.
@@ -121,7 +121,7 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Collects and returns this rank's endpoint, for :meth:`connect`.
+        """Returns the description (endpoint) of this rank, which :meth:`connect` needs.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
@@ -160,8 +160,7 @@ class Connector:
             peers: Global ranks with which this rank exchanges messages; each peer must list this
                 rank too.
             options: Transport settings of the user.
-            log: Function that the job's first rank calls with each line of text about chosen
-                transports.
+            log: Function that rank 0 calls with each line of text about the chosen transports.
 
         Returns:
             The transport to all peers, ``None`` for a rank without peers.
@@ -169,7 +168,8 @@ class Connector:
         Raises:
             SetupError: If the transport that the user forced cannot connect a pair. Raised on all
                 ranks.
-            TransportError: If opening a channel failed, though its transport can connect the pair.
+            TransportError: If a channel could not be opened, although its transport can connect the
+                pair.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
@@ -216,8 +216,8 @@ class Connector:
             options: Transport settings of the user.
             choices: Chosen transport of each pair of ranks.
             ends: Endpoints of all ranks, by global rank.
-            seed: Random bytes that all ranks share. From them come the token that authenticates
-                links, the job's number, and the name of a machine's lock for allocating memory.
+            seed: Random bytes that all ranks share. They contain the token that authenticates
+                links, the job's number, and the name of a lock for allocating memory on a machine.
 
         Returns:
             The transport if this rank has native channels, else ``None``; the first failure of any
@@ -297,7 +297,7 @@ class Connector:
     ) -> str | None:
         """Opens the channels to all peers and returns the first failure.
 
-        All ranks open their channels in the same order, so that they do not wait in a circle. A
+        All ranks open their channels in the same order, so that no cycle of waiting ranks arises. A
         rank continues after a failure, because its other peers wait for it.
         """
         failure: str | None = None
@@ -395,7 +395,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns how GPU tensors are copied to each peer, for channels that report it."""
+    """Returns how GPU tensors are copied to each peer whose channel reports this."""
     paths = []
     for peer in peers:
         info = node.info(peer)
@@ -411,7 +411,7 @@ class CompositeTransport:
     """Combines several transports: each call is passed to the transport of its peer.
 
     Args:
-        parts: Transport of each peer. All these transports put received messages into
+        parts: Transport to use for each peer. All these transports put received messages into
             ``completions``.
         completions: Queue of received messages that the transports share.
     """

@@ -51,8 +51,8 @@ _MARGIN_S = 1.0
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# This set in place of silent ranks means that the store does not answer. Rank 0 or the launcher
-# runs it.
+# Value used in place of a set of silent ranks if the store does not answer. Rank 0 or the launcher
+# runs the store.
 _STORE = frozenset({-1})
 # Prefix of a notice that the user has already seen, so that it is not shown again.
 _SHOWN = "told: "
@@ -118,7 +118,7 @@ class Watcher:
 
     Attributes:
         on_lost: Function that is called after a loss. It may be replaced at any time.
-        position: Text on the progress of this rank for error messages, such as ``iteration 7``.
+        position: Text about this rank's progress, for error messages, such as ``iteration 7``.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Watcher:
         return self._lost
 
     def report(self, reason: str, *, is_shown: bool = False) -> None:
-        """Informs the other ranks that this rank ends because of ``reason``; waits at most 2 s.
+        """Informs the other ranks that this rank ends because of ``reason``; takes at most 2 s.
 
         Only the first notice of a job is kept, so the notice of a rank that fails as a consequence
         is ignored. After this call, this rank stops watching.
@@ -203,7 +203,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores losses from now on; returns False if there was one before."""
+        """Ignores losses from now on; returns False if a rank was already lost."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -228,7 +228,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Finds out whether ended processes had left normally or are lost."""
+        """Finds out whether ended processes had called :meth:`leave`, and reports the others."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -291,7 +291,7 @@ class Watcher:
 
 
 class _Local:
-    """Watches the processes of this machine. Methods except `kill_stopped` are for one thread.
+    """Watches the processes of this machine. Only `kill_stopped` is thread-safe.
 
     Args:
         pids: Process ids of the ranks to watch, by global rank.
@@ -415,12 +415,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns how long the store has not answered the current call, in seconds."""
+        """Returns the age in seconds of the unanswered call to the store; 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` have left and the notice of a loss, ``None`` without answer."""
+        """Returns which ``ranks`` left, and the notice of a loss; ``None`` without an answer."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -474,7 +474,8 @@ class _Board:
     def _run(self, store: dist.Store) -> None:
         """Runs jobs, and :meth:`_tick` at every interval. Runs in the store's thread."""
         try:
-            # A connection of its own, because other calls may block the job's connection for long.
+            # Use a separate connection, because other calls may block the job's connection for
+            # long.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -530,7 +531,7 @@ def _started(pid: int) -> str | None:
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on, only ``X`` for an ended process."""
+    """Returns the fields of /proc/PID/stat after the name; only ``X`` for an ended process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
