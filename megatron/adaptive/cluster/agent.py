@@ -1,4 +1,4 @@
-"""Runs one node's part in a job: connects to the manager, then starts and signals ranks for it.
+"""Runs one node's part in a job: connects to the manager, and starts and signals ranks for it.
 
 If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
 manager then makes the job save, starts the next layout without this node, and releases the agent.
@@ -47,8 +47,8 @@ class Agent:
         secret: Secret by which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. They limit what the manager may order.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Holder of state copies in memory, ``None`` to create one that ends with this
-            process.
+        keeper: Object that keeps snapshots of the training state in memory; ``None`` to create one
+            that ends with this process.
         silence_s: Time in seconds without any message from the manager, after which the manager is
             considered lost.
     """
@@ -162,7 +162,7 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank is lost, torch warns on each other rank with a C++ stack trace. Hide these.
+        # When a rank is lost, torch prints a C++ stack trace on each other rank. Hide these traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if is_loopback(self._address):  # The job runs on this machine only.
             environment |= loopback_variables(environment)
@@ -212,7 +212,7 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares to store copies of the state for new ranks; returns variables for the ranks."""
+        """Prepares to store snapshots of new ranks; returns environment variables for the ranks."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])

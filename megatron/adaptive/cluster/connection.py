@@ -1,4 +1,4 @@
-"""Sends messages between the nodes of a job, each a JSON object, and heartbeats.
+"""Sends JSON messages and heartbeats between the nodes of a job.
 
 Both sides have proved that they know the job's secret, and each message is authenticated. If one
 side receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost: a machine

@@ -1,10 +1,10 @@
 """Chooses the layout of a job for the nodes that are present.
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-    layers allow. Among such layouts, it has the pipeline size nearest to the one on the command
-    line. A larger pipeline size is preferred to a smaller one, because with fewer stages the model
-    may not fit in memory. The global batch size never changes. Nodes known to be slow get fewer
-    layers. With ``--plan-with``, the planner chooses the layout, in ``layout_planner``.
+layers allow. Among such layouts, it has the pipeline size nearest to the one on the command line. A
+larger pipeline size is preferred to a smaller one, because with fewer stages the model may not fit
+in memory. The global batch size never changes. Nodes known to be slow get fewer layers. With
+``--plan-with``, the planner chooses the layout (``layout_planner``).
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Chooser:
 
         Args:
             arguments: The user's arguments for the trainer.
-            offers: Nodes that are present, in the order of the ranks. A subclass may order the
-                nodes differently.
+            offers: Nodes that are present, in the order in which they get ranks. A subclass may
+                order the nodes differently.
 
         Returns:
             The layout, ``None`` if no layout fits the nodes.
@@ -272,7 +272,7 @@ def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
 
     Args:
         config: The user's settings for the trainer.
-        usable: Number of tensor-parallel groups for which there are processes.
+        usable: Number of tensor-parallel groups that the available processes can form.
     """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size

@@ -82,7 +82,7 @@ class Manager:
         own_machine: Machine of this process if nodes join by themselves, else ``None``. With a
             machine, a signal removes only this node from the job, and another node becomes the
             manager.
-        keeper: Holder of the state copies that this node stored under the previous manager.
+        keeper: Object with the snapshots that this node stored under the previous manager.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # part of the names of folders and runs
+        self._name = secrets.token_hex(4)  # used in the names of folders and runs
         self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
@@ -629,7 +629,7 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # State copies must outlive the manager, because they are needed when the manager is lost.
+        # Snapshots of the state must outlive the manager, because they are needed when it is lost.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
@@ -692,7 +692,7 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends a role: handles signals here again, and cancels the role's remaining tasks."""
+        """Ends the role of manager or agent: takes over signal handling and cancels its tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

@@ -109,7 +109,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Decides where one job's snapshots are kept, and restores steps from them, for the manager.
+    """Decides for the manager where a job's snapshots are kept, and restores steps from them.
 
     Args:
         settings: Number of steps between snapshots (``every``) and maximum size in bytes of the
@@ -117,8 +117,8 @@ class JobSnapshots:
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: Name of the manager's own node and the holder of copies that the node stored under the
-            previous manager; ``None`` if there is none.
+        kept: Name of the manager's own node, and the object with the copies that this node stored
+            under the previous manager; ``None`` if there is no such object.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class JobSnapshots:
 
         Args:
             epoch: Number of the incarnation.
-            names: Names of the nodes that start ranks, in the order of the ranks.
+            names: Names of the nodes that start ranks, ordered by rank.
         """
         settings = self._settings
         members = self._members

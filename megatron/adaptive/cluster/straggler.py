@@ -85,7 +85,7 @@ class Stragglers:
     async def handle(
         self, slow_ranks: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
-        """Decides whether to move to another layout for a slow rank.
+        """Decides whether the job should change its layout because of a slow rank.
 
         Args:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
@@ -181,7 +181,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time of a planned layout for a node slower than expected."""
+    """Increases a planned layout's predicted step time, as a node is slower than expected."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:
