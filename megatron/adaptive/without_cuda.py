@@ -130,7 +130,7 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes also to a program that uses Megatron-LM.
+    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that
@@ -220,7 +220,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
+        """Lets only modules of Megatron-LM import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
@@ -237,7 +237,7 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of a module of Megatron-LM, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # now, since a program may run code between imports
+        self._replace_in(self._programs)  # not later: a program may run code between its imports
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -339,7 +339,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Replaces strings in a constant, also in nested ones, or returns the constant unchanged."""
+    """Returns a constant of a code object, with strings replaced in it and its nested constants."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -503,8 +503,8 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
 
-    The real package multiplies the matrices of all experts in one kernel, to save kernel launches.
-    A CPU launches no kernels, so one matrix product per expert is as fast.
+    The real package computes the matrix products of all experts in one kernel, to save launches. A
+    CPU launches no kernels, so one matrix product per expert is as fast.
     """
 
     def products(
