@@ -25,10 +25,8 @@ class Subcommand:
     """Describes a subcommand, or one mode of a subcommand.
 
     Attributes:
-        name: Words to type after ``python -m megatron.adaptive``, such as ``plan`` or ``train
-            single``.
-        function: Function to run, as ``module.function``; the module is in
-            ``megatron.adaptive.cli``.
+        name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
+        function: Function to run, as ``module.function``. The module is in the package ``cli``.
         summary: Short description, printed in the list of subcommands.
         former: Name in earlier versions; empty if the name has not changed.
     """
@@ -185,7 +183,7 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
 }
-"""Every subcommand and mode by its name."""
+"""Maps the name of each subcommand and mode to its description."""
 
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former

@@ -306,8 +306,7 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
 
     Args:
         local_rank: Index of the process on its node, from 0.
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if the hardware
-            decides.
+        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` to choose by hardware.
 
     Raises:
         SetupError: The user named ``nccl``, but there is not a GPU for each rank. Or
@@ -342,8 +341,8 @@ def agree_on_sharing(
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
-        store: Key-value store of the job, through which ranks exchange the identities of their
-            GPUs. Its time limit applies to the wait for other ranks.
+        store: Key-value store of the job. Ranks exchange the identities of their GPUs through it.
+            The store's time limit applies to the wait for other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
@@ -401,7 +400,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             setting = "--distributed-backend nccl"
         raise SetupError(f"{setting}: there is no GPU to use here: {reason}")
     count = torch.cuda.device_count() if reason is None else 0
-    if backend == "nccl" and ranks > count and visible is None:  # None: every rank sees all GPUs
+    if backend == "nccl" and ranks > count and visible is None:  # unset: all ranks see all GPUs
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "

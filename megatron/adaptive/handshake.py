@@ -153,7 +153,8 @@ class Handshake:
     Attributes:
         first: Bytes to send at the start; empty on the listener's side.
         wanted: Number of bytes to read and pass to the next :meth:`advance`; 0 after the handshake.
-        session: Signs and checks later messages; ``None`` until the handshake is complete.
+        session: Object that signs and checks later messages; ``None`` until the handshake is
+            complete.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -374,7 +375,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""The limit on open files, divided by this, is the maximum number of peers without proof yet."""
+"""The limit on open files, divided by this, is the maximum number of unauthenticated peers."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0
@@ -399,7 +400,7 @@ class Gate:
 
     Attributes:
         port: Number of the port at which the gate listens.
-        most: Maximum number of visitors (peers without proof yet) at the same time.
+        most: Maximum number of visitors (unauthenticated peers) at the same time.
     """
 
     def __init__(
@@ -415,7 +416,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        self._waiting: dict[asyncio.Task[Session | None], str] = {}  # address by task, oldest first
+        # Address of each visitor, by the task that waits for the visitor's proof, oldest first.
+        self._waiting: dict[asyncio.Task[Session | None], str] = {}
         self._refused = 0
         self._reported_s = float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -446,8 +448,8 @@ class Gate:
                 try:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
-                    continue  # the visitor has closed the connection already
-                except OSError:  # most likely, too many files are open
+                    continue  # The visitor has closed the connection already.
+                except OSError:  # Most likely, too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue

@@ -237,7 +237,8 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of a module of Megatron-LM, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # not later: a program may run code between its imports
+        # Do this at each import, because the program may use torch between two imports.
+        self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)

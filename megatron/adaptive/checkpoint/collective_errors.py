@@ -84,7 +84,8 @@ class RankGroup:
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
         """Runs ``action`` on rank 0, and returns its result (or raises its error) on all ranks."""
-        # The result is None on ranks other than 0, until from_first() broadcasts that of rank 0.
+        # The result is None on ranks other than 0, until from_first() broadcasts the result of rank
+        # 0.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)

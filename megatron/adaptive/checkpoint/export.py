@@ -88,11 +88,10 @@ def _opened(
     Args:
         checkpoints: Folder of checkpoints.
         step: Iteration of the checkpoint; ``None`` for the latest.
-        like: Hugging Face folder with the configuration; ``None`` for the folder that the run
-            loaded.
+        like: Hugging Face folder with the configuration; ``None`` for the one that the run loaded.
         output: Folder to make. It may exist.
         files: Names of the files to write, which the output folder must not contain yet.
-        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
@@ -192,7 +191,7 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint, ``None`` for the latest.
+        step: Iteration of the checkpoint; ``None`` for the latest.
         like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
             run loaded, or else the copy of these files next to the checkpoints.
         output: Folder to write. It may exist, but must not contain a model.
@@ -200,9 +199,8 @@ def export_folder(
             with their original configuration if the run loaded them. ``merged`` for the model with
             the adapters added to its weights; if the checkpoint lacks the model's weights, they are
             read from ``like``.
-        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
-            own.
-        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,

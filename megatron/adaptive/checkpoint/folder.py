@@ -66,10 +66,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # state of the user's objects
-_UNSEALED = 1  # last format version whose manifests had no checksums
-_SUMMED = frozenset({"blocks", "checksum"})  # entries that only manifests with checksums have
-_SHARD = ".distcp"  # suffix of tensor files; their checksums are compared while reading
+PIPELINE_STATE = "state.values"  # Name of the file with the state of the user's objects.
+_UNSEALED = 1  # Last format version whose manifests had no checksums.
+_SUMMED = frozenset({"blocks", "checksum"})  # Entries that only manifests with checksums have.
+_SHARD = ".distcp"  # Suffix of tensor files, whose checksums are compared while reading.
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,13 +89,13 @@ class StepFolders:
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # beginning of the subfolders' names
-    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    _prefix: ClassVar[str] = "iter_"  # Beginning of the subfolders' names.
+    _digits: ClassVar[int] = 7  # Minimum number of digits in the subfolders' names.
     # First entries of each manifest: the newest format version that can be read, and the format's
     # name if it has one.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # names of entries that each manifest must have
-    _schema: ClassVar[str] = "manifest"  # name of the JSON schema of manifests
+    _needed = frozenset({"files"})  # Names of entries that each manifest must have.
+    _schema: ClassVar[str] = "manifest"  # Name of the JSON schema of manifests.
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -435,12 +435,12 @@ Manifest = Mapping[str, Any]
     padded_vocab_size: Number of rows of the embedding.
     has_optimizer: Whether the checkpoint includes optimizer state.
     has_rng: Whether the checkpoint includes random states.
-    files: Size in bytes of each file besides the manifest, by file name.
-    blocks: Checksums of each file besides the manifest, by file name, in the form that
-        ``checkpoint.checksums`` describes. Checkpoints of former versions have none.
+    files: Size in bytes of each file except the manifest, by file name.
+    blocks: Checksums of each file except the manifest, by file name; none in earlier versions.
+        Their form is described in ``checkpoint.checksums``.
     follows: Checksum of the previous checkpoint's manifest, empty for the first checkpoint.
-    save_id: Identifier of this save, by which files of the checkpoint on nodes' local disks are
-        recognized; empty if there are none.
+    save_id: Identifier of this save, to recognize its files on the nodes' local disks. It is empty
+        if there are no such files.
 """
 
 

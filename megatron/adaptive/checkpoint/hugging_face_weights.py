@@ -90,7 +90,7 @@ _HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Describes the size of the weight of a module of megatron-core.
+    """Describes the size of a megatron-core module's weight.
 
     Attributes:
         blocks: Number of rows of each matrix (block) that is stacked into the module's weight, such
@@ -147,12 +147,12 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Describes a part of a core tensor's region, and where to read its values.
+    """Describes a part of a requested region of a core tensor, and where to read its values.
 
     Attributes:
         rows: Consecutive rows of the core tensor that contain the part.
-        row: First row to read in the Hugging Face tensor.
-        column: First column to read in the Hugging Face tensor.
+        row: Index of the first row to read in the Hugging Face tensor.
+        column: Index of the first column to read in the Hugging Face tensor.
         target: View of the region's memory, into which the part is read.
     """
 

@@ -170,8 +170,7 @@ def sharded_optimizer(
         optimizer: megatron-core's optimizer.
         model_state: Sharded weights, from :func:`sharded_model`.
         metadata: Metadata that :func:`sharded_model` was called with.
-        loading: Whether the caller will load a checkpoint. It then uses only the shapes and offsets
-            in the result.
+        loading: Whether a checkpoint will be loaded. Then only shapes and offsets are used.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
@@ -194,8 +193,7 @@ class StateParts:
 
     Attributes:
         pieces: Tensors by name and offset in the whole tensor.
-        objects: Values that are not tensors, by megatron-core's name. A list holds the values that
-            have the same name.
+        objects: Lists of values that are not tensors, by megatron-core's name; one list per name.
         common: Values that all ranks share, by name.
     """
 
@@ -273,7 +271,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates those values of the optimizer in an earlier state that are not tensors.
+    """Updates the optimizer's values that are not tensors, in a state that is reused for a save.
 
     Args:
         common: Part of the optimizer's state that all ranks share; changed in place.

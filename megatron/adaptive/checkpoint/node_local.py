@@ -69,8 +69,7 @@ class LocalDisk:
     All ranks must call each method together.
 
     Args:
-        job: Rank, process groups and environment of this process. The job's timeout also limits how
-            long to wait for uploads.
+        job: Rank, process groups and environment. Its timeout also limits waits for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
         keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
@@ -474,7 +473,7 @@ def writing(
                     return text
             return text
 
-        if isinstance(error, CheckpointError):  # raised on all ranks, which wait for the removal
+        if isinstance(error, CheckpointError):  # raised on all ranks, so all can call on_first()
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
         if ranks.is_first:

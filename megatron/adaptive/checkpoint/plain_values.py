@@ -28,15 +28,15 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # the line is padded to a multiple of this, so the bytes after it rarely move
-_LONG = 16  # minimum length of a list of integers that is written as bytes
+_LINE = 256  # The line is padded to a multiple of this, so the bytes after it rarely move.
+_LONG = 16  # Minimum length of a list of integers that is written as bytes.
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def dumps(value: Any) -> bytes:
-    """Serializes plain values.
+    """Serializes a value to bytes, which :func:`loads` can read safely.
 
     Args:
         value: Value made of dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors,

@@ -120,14 +120,12 @@ class CheckpointReader:
         path: Path of the checkpoint.
         files: Size in bytes of each file, from the manifest.
         blocks: Checksums of each file's blocks, from the manifest.
-        near: Paths of copies of the files on the local disk, by file name. A copy is read if there
-            is one.
+        near: Paths of the files' copies on the local disk, by file name. Copies are read first.
 
     Attributes:
         path: Path of the checkpoint.
         tensors: Type, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each other object by megatron-core's name; ``None`` for
-            an empty object.
+        objects: File, offset and length of each other object, by name; ``None`` if it is empty.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.

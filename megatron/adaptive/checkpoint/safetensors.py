@@ -223,8 +223,7 @@ def write_folder(
         tensors: Element type and shape of each tensor by name, in the model's order.
         read: Function that returns the tensor with a given name, contiguous in host memory. It is
             called once per tensor.
-        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
-            own.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
         single: Name of the only file, if all tensors fit into one.
 
     Raises:

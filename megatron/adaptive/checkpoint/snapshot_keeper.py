@@ -52,17 +52,17 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # sizes in bytes: head, slot
-_MARKS = struct.Struct("<QQQ")  # step begun, step done, size of extra in bytes
-_SENT = struct.Struct("<QQ")  # stored after the marks: step, checksum of its sent bytes
+_LENGTHS = struct.Struct("<QQ")  # Sizes in bytes of head and slot.
+_MARKS = struct.Struct("<QQQ")  # Step begun, step done, size of the extra bytes.
+_SENT = struct.Struct("<QQ")  # Stored after the marks: step, checksum of its sent bytes.
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
-_RUN_S = 30.0  # maximum time in seconds until the buddy's agent has started its ranks too
+_STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has started its ranks too.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # step, slot, size of extra in bytes
-_KEPT = struct.Struct("<Q")  # step
+_FRAME = struct.Struct("<QQQ")  # Step, slot, size of the extra bytes.
+_KEPT = struct.Struct("<Q")  # Step.
 _CREDENTIALS = struct.Struct("3i")
 
 

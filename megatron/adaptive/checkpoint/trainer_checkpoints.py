@@ -185,7 +185,8 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so one check of them is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            preprocess_common_before_consistancy_check=lambda common: {},  # differs between stages
+            # Skip the comparison of common values between ranks, because they differ between stages.
+            preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
         if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
@@ -279,7 +280,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # updates the 32-bit weights
+            self._optimizer.reload_model_params()  # updates the 32-bit weights, too
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -392,7 +393,7 @@ class Checkpoints:
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
         """Reads the part of a checkpoint that this rank needs. Collective."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
-        content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
+        content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 saved no such metadata
         weights = state.sharded_model(self._chunks, content)
         has_all = has_adapters = True
         if self._config.lora.is_on:

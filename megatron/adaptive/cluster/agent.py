@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status reported for a rank whose launch request the node refused as not permitted."""
+"""Exit status reported for a rank if the node does not allow the request to start the rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
@@ -47,8 +47,8 @@ class Agent:
         secret: Secret by which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. They limit what the manager may order.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Object that keeps snapshots of the training state in memory; ``None`` to create one
-            that ends with this process.
+        keeper: Object that keeps snapshots of the training state; ``None`` to create one. The created
+            object ends with this process.
         silence_s: Time in seconds without any message from the manager, after which the manager is
             considered lost.
     """
@@ -117,7 +117,7 @@ class Agent:
         finally:
             loop.remove_signal_handler(signal.SIGINT)  # Keep the handlers of ``_NOTICES``.
             assert self._orders is not None
-            self._orders.close()  # then the forkserver kills its ranks and ends
+            self._orders.close()  # makes the forkserver kill its ranks and end
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:

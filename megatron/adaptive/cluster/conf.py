@@ -1,4 +1,4 @@
-"""Reads ``conf.sh`` and a plan into a checked configuration of a launch.
+"""Reads ``conf.sh`` and a plan, and checks the configuration of a launch.
 
 The sources of a value, from the highest to the lowest precedence: the command line
 (``--set NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are
@@ -285,7 +285,7 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns all variables that have a value as texts, including environment variables.
+        """Returns the values of all variables as texts, by name, including environment variables.
 
         Leaves out secrets, and ``PLAN``: the variables that the plan sets are included instead.
         """

@@ -81,7 +81,7 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from a socket whose other side has proved to know the secret."""
+        """Creates a connection from a socket whose other side has proved the secret."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 

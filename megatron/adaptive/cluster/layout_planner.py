@@ -279,7 +279,11 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, and the error for the first refused."""
+        """Returns the best layout that the trainer accepts, ``None`` if it accepts none.
+
+        Also returns the error for the first plan that the trainer refused, ``None`` if there is
+        none.
+        """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
         request = Request(global_batch=self._config.batch.global_batch_size, options=options)

@@ -153,7 +153,7 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
     Args:
         arguments: The user's arguments for the trainer.
-        offers: Nodes that are present, in the order of the ranks.
+        offers: Nodes that are present, in the order in which they get ranks.
 
     Returns:
         The layout, ``None`` if no layout fits the nodes.

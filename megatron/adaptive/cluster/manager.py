@@ -79,9 +79,8 @@ class Manager:
     Args:
         spec: Description of the job.
         chooser: Object that chooses the best layout for the nodes that are present.
-        own_machine: Machine of this process if nodes join by themselves, else ``None``. With a
-            machine, a signal removes only this node from the job, and another node becomes the
-            manager.
+        own_machine: Machine of this process if nodes join by themselves, else ``None``. If it is
+            set, a signal removes only this node from the job, and another node becomes the manager.
         keeper: Object with the snapshots that this node stored under the previous manager.
     """
 
@@ -394,7 +393,7 @@ class Manager:
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks. On the second call, gives up the nodes that still run any."""
+        """Kills the remaining ranks. If called again, marks nodes whose ranks still run as lost."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -427,7 +426,7 @@ class Manager:
             self._notice_ns = None  # The notice causes no change of layout.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # Another manager writes checkpoints.
+        if self._is_deposed and not running.killed:  # Another manager has taken over.
             running.fault = running.fault or "another manager has the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:

@@ -1,4 +1,4 @@
-"""Keeps track of a job's nodes: starts agents on listed machines, accepts nodes that join.
+"""Keeps track of a job's nodes: starts agents on listed machines, and accepts nodes that join.
 
 The machines file has one host per line and is read again whenever it changes::
 

@@ -31,8 +31,8 @@ class SnapshotSource:
     """Describes the newest step that can be restored, or why no step can.
 
     Attributes:
-        step: Newest step of which all parts are left, 0 if there is no such step.
-        seen: Newest step of which at least one part is left, 0 for none.
+        step: Newest step whose parts all still exist; 0 if there is no such step.
+        seen: Newest step with at least one part that still exists; 0 if there is none.
         why: Reason why no step can be restored, empty if one can.
         parts: Copies from which ``step`` is restored, in the form of the keepers' inventories. Two
             entries are added: ``node`` is the name of the copy's node, and ``needs`` contains the
@@ -61,7 +61,7 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 
 
 def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
-    """Finds the newest step of which all parts are left.
+    """Finds the newest step whose parts all still exist on the remaining nodes.
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
@@ -139,9 +139,9 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the settings of the copies for each node that starts ranks, by node name.
+        """Returns, by node name, the snapshot settings for each node that starts ranks.
 
-        Other nodes are ordered to drop their copies.
+        Orders the other nodes to drop their copies.
 
         Args:
             epoch: Number of the incarnation.

@@ -36,8 +36,7 @@ class Stragglers:
     """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
-        policy: Reaction to a slow node: ``ignore``, ``replan`` to give it fewer layers, or
-            ``exclude`` to leave it out.
+        policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
         chooser: Object that chooses the layout for given nodes.
         arguments: The user's arguments for the trainer.
     """
@@ -54,7 +53,7 @@ class Stragglers:
         """Chooses a layout; uses excluded slow nodes only if no layout fits without them.
 
         Args:
-            nodes: Nodes that are present, in the order of the ranks.
+            nodes: Nodes that are present, in the order in which they get ranks.
         """
         included = self.included(nodes)
         layout = await self._choose(included) if included else None
@@ -91,7 +90,7 @@ class Stragglers:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
             running: Ranks of the incarnation. The predicted step time of their layout is changed to
                 include the slowness.
-            nodes: Nodes that are present, in the order of the ranks.
+            nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
             Reason to change the layout, empty if the job should keep its layout.

@@ -374,12 +374,12 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the declaration of a transport."""
+        """Returns the object that declares a transport."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the declaration of a transport of the C++ extension, ``None`` for any other."""
+    """Returns the kind object of a transport if it is of the C++ extension, else ``None``."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 

@@ -185,7 +185,7 @@ Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queues the arrivals and failures of all channels of a process, in the order of time.
+    """Queues the received messages and failures of a process's channels, oldest first.
 
     Any thread may add items, and one thread takes them. Waiting releases Python's global lock (GIL)
     and sleeps, without polling.
@@ -310,7 +310,7 @@ DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant of an element type in messages.
+    """Returns the code and the variant that stand for an element type in messages.
 
     Raises:
         TransportError: If a message cannot contain this type or this number of dimensions.

@@ -82,7 +82,7 @@ class Opening:
 
     Attributes:
         rank: Global rank of this process.
-        peers: Global ranks with which this rank exchanges messages over this transport. If empty,
+        peers: Global ranks that exchange messages with this rank over this transport. If empty,
             this rank only takes part in collective calls.
         members: Global ranks of this rank's pipeline, which send messages only to each other.
         gather: Function that exchanges values between all ranks of the job.
@@ -150,7 +150,7 @@ class TransportKind:
 
 @lru_cache(maxsize=64)
 def transport_kind(name: str) -> TransportKind:
-    """Returns the declaration of a transport.
+    """Returns the object that declares a transport.
 
     Args:
         name: Name of a transport of this package, name of an entry point, or
@@ -182,7 +182,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     ranks are waiting for that rank outside of ``opening.gather``.
 
     Args:
-        kind: Declaration of the transport.
+        kind: Object that declares the transport.
         opening: Argument for the transport's method ``open``.
 
     Raises:

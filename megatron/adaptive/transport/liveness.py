@@ -156,7 +156,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a loss, and returns it or ``None``.
+        """Waits up to ``timeout_s`` seconds for the loss of a rank; returns its error, or ``None``.
 
         When a connection breaks, the main thread calls this method to learn which rank was lost.
         The error message has already been written to stderr.
@@ -171,9 +171,8 @@ class Watcher:
         is ignored. After this call, this rank stops watching.
 
         Args:
-            reason: Reason for the end, of which the first line is sent.
-            is_shown: Whether the user has already seen the reason; the other ranks then end
-                silently.
+            reason: Reason for the end. Only its first line is sent.
+            is_shown: Whether the user has already seen the reason. Other ranks then end silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -182,7 +181,7 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as done, so that its end is no loss. Call it after the last barrier.
+        """Marks this rank as done, so that its end is not a loss. Call this after the last barrier.
 
         The call returns when the store has recorded the mark. Rank 0, whose process may run the
         store, also waits up to 5 s until all ranks have left.
@@ -299,14 +298,14 @@ class _Local:
         stopped_s: Time in seconds after which a stopped process counts as lost.
 
     Attributes:
-        stopped_s: The same time, rounded up to a multiple of the polling interval.
+        stopped_s: Argument ``stopped_s``, rounded up to a multiple of the polling interval.
     """
 
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # The number of polls is counted, not time. While this process itself is stopped, time
-        # passes but other processes may be running.
+        # Count polls instead of time. While this process itself is stopped, time passes, but other
+        # processes may be running.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -440,7 +439,7 @@ class _Board:
         """Marks this rank as done, and with ``wait_for_all`` waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # add() is used because, unlike set(), it returns only after the store has recorded the
+            # Use add(), because unlike set() it returns only after the store has recorded the
             # value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
@@ -503,8 +502,8 @@ class _Board:
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Silence is measured in beats of this rank instead of time. If this process was stopped,
-        # time has passed although no other machine was silent.
+        # Measure silence in beats of this rank instead of time. If this process was stopped, time
+        # has passed although no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -541,7 +540,7 @@ def _status(pid: int) -> list[str]:
 def _write_line(line: str) -> None:
     """Writes to stderr's file descriptor, because the main thread may hold the stream's lock."""
     with contextlib.suppress(OSError):
-        # Begins a new line on a terminal, because the cursor may be behind a progress bar.
+        # Begin a new line on a terminal, because the cursor may be behind a progress bar.
         prefix = "\n" if os.isatty(2) else ""
         os.write(2, f"{prefix}{line}\n".encode())
 
