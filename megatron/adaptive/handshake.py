@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically, so that at no time another user can read it.
+    """Writes a file atomically, so that no other user can read it at any time.
 
     Raises:
         OSError: The file cannot be written.
@@ -153,8 +153,7 @@ class Handshake:
     Attributes:
         first: Bytes to send at the start; empty on the listener's side.
         wanted: Number of bytes to read and pass to the next :meth:`advance`; 0 after the handshake.
-        session: Object that signs and checks later messages; ``None`` until the handshake is
-            complete.
+        session: Object that signs and checks later messages; ``None`` during the handshake.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -298,8 +297,8 @@ def dial(
         address: Host and port of the listener.
         secret: The job's secret.
         purpose: Text that names the purpose of the connection, the same on both sides.
-        within_s: Time limit in seconds for connection and handshake, and afterwards the timeout
-            of the returned socket.
+        within_s: Time limit in seconds for connection and handshake. It is also the timeout of the
+            returned socket.
         is_early: True if the listener may not have received the secret yet. This function then also
             retries if the listener's proof is wrong.
 

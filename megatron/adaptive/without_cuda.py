@@ -158,7 +158,7 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function whose stack frame looks like one of Python's import system.
+    """Returns a copy of a function. Its stack frames look like those of Python's import system.
 
     The module ``warnings`` skips such frames. Without the copy, a warning that is meant for the
     code that imports a module would name this file.
@@ -197,8 +197,8 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
 
     Attributes:
-        builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
-            stand-ins. A module with this dictionary as its ``__builtins__`` has the substitutes.
+        builtins: Built-in names for modules of Megatron-LM; ``__import__`` returns stand-ins. A
+            module with this dictionary as its ``__builtins__`` has the substitutes.
         constants: Maps string constants in the code of Megatron-LM to their replacements.
     """
 
@@ -253,7 +253,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to a program, from the global names of its running module."""
+        """Gives the substitutes to a program whose running module has these global names."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -272,7 +272,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes, by the ``id`` of the original object of torch."""
+        """Returns stand-ins and substitutes, by the ``id`` of the torch object each replaces."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -328,7 +328,7 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns a module's code with replaced constants; ``__pycache__`` has the original."""
+        """Returns a module's code with replaced constants; ``__pycache__`` keeps the original."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 

@@ -429,7 +429,7 @@ class StepFolders:
 Manifest = Mapping[str, Any]
 """Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
 
-    progress: Number of iterations and numbers of samples that the run had done, by name.
+    progress: Counts of the iterations and samples that the run had done, by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
     shape: Parallel sizes of the run and number of chunks per rank, by name.
     padded_vocab_size: Number of rows of the embedding.
@@ -566,9 +566,9 @@ class CheckpointFolder(StepFolders):
 
         Args:
             iteration: Iteration of the checkpoint.
-            trust: Whether to accept checkpoints of earlier versions or of Megatron-LM too, which
-                contain pickles. For a checkpoint of Megatron-LM, the returned manifest lists just
-                the files that exist.
+            trust: Whether to accept checkpoints with pickles, from earlier versions or Megatron-LM.
+                For a checkpoint of Megatron-LM, the returned manifest lists just the files that
+                exist.
 
         Raises:
             CheckpointError: If the checkpoint has a newer format, another program wrote it, or it
@@ -682,8 +682,8 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     """Returns the folder of checkpoints for a path, and the steps to use in ascending order.
 
     Args:
-        path: Path of a folder of checkpoints or of a single checkpoint, which the trainer or a
-            ``Pipeline`` wrote.
+        path: Path of a folder of checkpoints or of a single checkpoint. Either the trainer or a
+            ``Pipeline`` wrote it.
         step: Step to use; ``None`` for all steps in the folder.
 
     Raises:
@@ -711,8 +711,8 @@ def make_pipeline_manifest(
     """Returns the entries of a ``Pipeline`` checkpoint's manifest, except its format and files.
 
     Args:
-        head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and
-            ``extra``. Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
+        head: Entries that all ranks have: ``step``, ``seed``, ``loss_scale`` and ``extra``. Also
+            ``save_id`` if parts of the checkpoint may be on nodes' local disks.
         parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
             the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
             options and names of parameters. ``plain`` has the optimizer's values that are not

@@ -93,14 +93,13 @@ class ModuleSize(NamedTuple):
     """Describes the size of a megatron-core module's weight.
 
     Attributes:
-        blocks: Number of rows of each matrix (block) that is stacked into the module's weight, such
-            as those of queries, keys and values.
+        blocks: Number of rows of each matrix (block) that the module's weight stacks. Examples of
+            blocks are the matrices of queries, keys and values.
         columns: Number of columns of the weight, 0 for a vector.
         has_bias: Whether the module has a bias.
         groups: Number of equal parts that each block is cut into. The parts are interleaved: first
             part 0 of each block, then part 1, and so on.
-        experts: Number of experts that each have such a module, 0 if the module is not part of an
-            expert.
+        experts: Number of experts that have such a module; 0 if the module is not in an expert.
     """
 
     blocks: tuple[int, ...]
@@ -369,8 +368,8 @@ def _add(
         tensors: Shape and sources of each core tensor by name; entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules that the module is assembled from: one for each
-            block, or one for all blocks.
+        sources: Names of the Hugging Face modules from which the module is assembled. There is one
+            for each block, or one for all blocks.
         family: Family of the model, which says how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """
@@ -397,7 +396,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
     Args:
         size: Size of the module's weight.
-        is_one: Whether the Hugging Face tensor has its rows in the same order, so that all rows are
+        is_one: Whether the Hugging Face tensor has its rows in the same order. All rows are then
             yielded as one run.
     """
     if is_one:

@@ -363,7 +363,7 @@ class BackgroundWrite(threading.Thread):
     """Thread that writes one checkpoint while training continues.
 
     Args:
-        write: Function that writes the checkpoint and returns its path, or ``None`` if the
+        write: Function that writes the checkpoint and returns its path. It returns ``None`` if the
             checkpoint is not at its final path yet.
         step: Step of the checkpoint.
         done: Queue that receives (step, path) once the checkpoint is complete.
@@ -496,10 +496,9 @@ def prepare(
         job: Rank, process groups and environment of this process.
         remedy: Advice for the error if the folder cannot be written.
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
-        latest: Function that returns the newest step in ``shared``, 0 if there is none, and
-            ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, and two on local
-            disks.
+        latest: Function that returns the newest step in ``shared``, or 0 if there is none. It
+            returns ``None`` if the run does not resume from ``shared``.
+        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, two on local disks.
 
     Returns:
         Object that manages this node's local files, ``None`` without local disks.

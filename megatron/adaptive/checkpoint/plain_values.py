@@ -39,8 +39,9 @@ def dumps(value: Any) -> bytes:
     """Serializes a value to bytes, which :func:`loads` can read safely.
 
     Args:
-        value: Value made of dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors,
-            arrays, :class:`io.BytesIO`, and types and devices of torch.
+        value: Value made of plain Python types, tensors and arrays. Allowed are dictionaries,
+            lists, tuples, sets, numbers, strings, bytes, tensors, arrays, :class:`io.BytesIO`, and
+            types and devices of torch.
 
     Raises:
         TypeError: If ``value`` contains an object of another type; the message says where.

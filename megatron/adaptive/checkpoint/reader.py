@@ -212,8 +212,8 @@ class CheckpointReader:
 
         Args:
             name: Name of the file.
-            former: Name of the corresponding file, written by ``torch.save``, in checkpoints of
-                former versions.
+            former: Name of the corresponding file in checkpoints of earlier versions.
+                ``torch.save`` wrote that file.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -394,7 +394,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # says which rank wrote which tensor, which reading does not need
+        if module == _PLANS:  # records which rank wrote what, which reading does not need
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")

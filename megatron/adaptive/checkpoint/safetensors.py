@@ -115,8 +115,8 @@ class TensorFolder:
                 as a matrix with one column.
             row: Index of the first row to read.
             column: Index of the first column to read.
-            target: Tensor ``[rows, columns]`` of any type, layout and device, which receives the
-                values.
+            target: Tensor ``[rows, columns]`` that receives the values. It may have any type,
+                layout and device.
 
         Raises:
             DamagedCheckpointError: If the file is truncated.

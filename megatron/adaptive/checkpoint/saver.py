@@ -47,8 +47,8 @@ class CheckpointSaver:
 
     Args:
         job: Rank, process groups and environment of this process.
-        local: Local disk of this node, to which checkpoints are written first; ``None`` to write to
-            their folder directly.
+        local: Local disk of this node, to which checkpoints are written first. With ``None``, they
+            are written to their folder directly.
 
     Attributes:
         local: Local disk of this node, ``None`` without one and after :meth:`close`.
@@ -134,8 +134,8 @@ class CheckpointSaver:
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of the save, by which files on local disks are recognized; empty if
-                local disks have no files of it.
+            save_id: Identifier of the save, by which its files on local disks are recognized. It is
+                empty if local disks have no such files.
             files: Size in bytes of each file of the checkpoint, by name.
             sums: Checksums of each file's blocks, by name.
 

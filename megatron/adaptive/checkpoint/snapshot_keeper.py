@@ -100,9 +100,9 @@ class SnapshotFile:
         """Makes a file and allocates its memory.
 
         Args:
-            head: JSON with at least three sizes in bytes: ``extra_bytes`` is the maximum for a
-                step's extra bytes, ``tensor_bytes`` the size of all tensors, and ``sent_bytes`` the
-                size of the tensors to be sent.
+            head: JSON with the entries ``extra_bytes``, ``tensor_bytes``, ``sent_bytes`` and
+                others. These three are the maximum size of a step's extra bytes, the size of all
+                tensors, and the size of the tensors to be sent.
             whole: Whether the file has space for all tensors, or only for those that are sent.
 
         Raises:
@@ -272,8 +272,7 @@ class SnapshotKeeper:
         """Waits until no connection is open, and returns a description of each snapshot file.
 
         Args:
-            within_s: Maximum time in seconds to wait for ranks to end and for transfers to
-                complete.
+            within_s: Maximum time in seconds to wait for the end of ranks and of transfers.
         """
         until_s = time.monotonic() + within_s
         with self._changed:

@@ -106,8 +106,8 @@ def assemble(order: Mapping[str, Any]) -> None:
     """Completes a checkpoint after each node has written its part.
 
     Args:
-        order: Settings of the command: ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` as
-            for :func:`write`, and ``count``, the number of nodes.
+        order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` are
+            as for :func:`write`, and ``count`` is the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.

@@ -57,8 +57,8 @@ class SnapshotSettings:
         address: Address of the keeper, an abstract Unix socket.
         run: Identifier of this start of the ranks; another one is used after a restart.
         node: Name of the node that the ranks run on.
-        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
-            or of a machine with several nodes.
+        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
+            of a node, or of a machine with several nodes.
         buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         every: Number of iterations from one snapshot to the next.
         limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
@@ -416,8 +416,8 @@ class RankParts:
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
-            or of a machine with several nodes.
+        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
+            of a node, or of a machine with several nodes.
         buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         machine: Name of the machine that the node is on.
         available_bytes: Free memory of the machine in bytes.

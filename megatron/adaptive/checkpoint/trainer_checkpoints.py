@@ -105,8 +105,7 @@ class Progress:
         iteration: Number of iterations done.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations whose update was skipped because gradients
-            overflowed.
+        skipped_iterations: Number of iterations without an update, as gradients overflowed.
     """
 
     iteration: int = 0
@@ -121,8 +120,8 @@ class Checkpoints:
     Args:
         run: Run with a built model. This object keeps references to the model, optimizer and
             scheduler only.
-        local: Local disk of the node, to which checkpoints are written first; ``None`` to write to
-            ``--save`` directly.
+        local: Local disk of the node, to which checkpoints are written first. With ``None``, they
+            are written to ``--save`` directly.
         config: Settings to use instead of the run's; ``None`` for the run's.
             ``config.checkpoint`` decides which state is saved and loaded.
 
@@ -149,7 +148,7 @@ class Checkpoints:
         """Writes a checkpoint. Returns its path, ``None`` if it is not complete yet.
 
         Args:
-            progress: Numbers of iterations and samples done. The iteration names the checkpoint.
+            progress: Counts of iterations and samples done. The iteration names the checkpoint.
             behind: Whether training continues while a background thread writes the checkpoint.
         """
         return self.saver.save(
@@ -167,7 +166,7 @@ class Checkpoints:
         Collective if the optimizer communicates.
 
         Args:
-            progress: Numbers of iterations and samples done, which the checkpoint records.
+            progress: Counts of iterations and samples done, which the checkpoint records.
             is_whole: Whether to include parts that another rank also writes. The value must be the
                 same in each call.
 
@@ -185,7 +184,7 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so one check of them is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Skip the comparison of common values between ranks, because they differ between stages.
+            # Skip the comparison of the ranks' common values, because stages have different ones.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -616,7 +615,7 @@ class RunState(SnapshotState):
 
     Args:
         run: Run with a built model.
-        progress: Function that returns the numbers of iterations and samples done so far.
+        progress: Function that returns the counts of iterations and samples done so far.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:

@@ -140,8 +140,8 @@ class TakenState:
         pieces: Parts of tensors. If several ranks have the same part, the first rank writes it.
         objects: Other values by name. If several ranks have the same name, the first rank writes
             the value.
-        once: Contents of files that exist once per checkpoint instead of once per rank, by file
-            name. Only rank 0's contents are written.
+        once: Contents of files that exist once per checkpoint, not once per rank, by file name.
+            Only rank 0's contents are written.
         manifest: Function that returns the entries of the manifest except ``files`` and ``blocks``.
             Its arguments are the identifier of the save, empty if no local disks are used, and the
             group of all ranks. Collective; the result on rank 0 is used.
@@ -299,8 +299,8 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Number of bytes that ``torch.save`` writes before a tensor's raw bytes, by type and
-            shape. Missing entries are added.
+        heads: Bytes that ``torch.save`` writes before a tensor's raw bytes, by type and shape.
+            Missing entries are added.
 
     Returns:
         Position of each tensor and object in the file, and the file's size and checksums.

@@ -47,10 +47,9 @@ class Agent:
         secret: Secret by which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. They limit what the manager may order.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Object that keeps snapshots of the training state; ``None`` to create one. The created
-            object ends with this process.
-        silence_s: Time in seconds without any message from the manager, after which the manager is
-            considered lost.
+        keeper: Object that keeps snapshots of the training state; ``None`` makes one. An object
+            made here ends with this process.
+        silence_s: Time in seconds without any message after which the manager is considered lost.
     """
 
     def __init__(

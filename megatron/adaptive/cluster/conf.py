@@ -242,8 +242,7 @@ class LaunchConf:
 
     Attributes:
         folder: Folder of ``conf.sh``, relative to which paths are resolved.
-        values: Value of each variable in ``SETTINGS``, by name; ``None`` if the variable has no
-            value.
+        values: Value of each variable in ``SETTINGS``, by name; ``None`` if it has no value.
         groups: Groups of equal nodes, ordered by rank.
         environment: Environment variables of ``conf.sh`` that each process gets.
     """
@@ -264,7 +263,7 @@ class LaunchConf:
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Returns the number of processes of each node by node rank, ``None`` if it is not set."""
+        """Returns the number of processes on each node, by node rank; ``None`` if it is not set."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:

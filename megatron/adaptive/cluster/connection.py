@@ -113,8 +113,8 @@ class Connection:
         Skips heartbeats.
 
         Args:
-            silence_s: Time in seconds without any message or heartbeat, after which the other side
-                is considered lost.
+            silence_s: Time in seconds without a message, after which the other side counts as lost.
+                Heartbeats are messages, too.
         """
         while True:
             try:

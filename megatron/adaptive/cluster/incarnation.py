@@ -246,7 +246,8 @@ class JobSpec:
         max_restarts: Maximum number of consecutive failures without a new checkpoint.
         address: Address of the manager's machine for other machines, ``None`` to detect it.
         copy_every: Number of steps between copies of the training state in memory, 0 for no copies.
-        copy_bytes: Maximum memory for copies per node in bytes, ``None`` for the memory available.
+        copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
+            available.
         on_straggler: Reaction to a node that stays slow.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
@@ -268,7 +269,7 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns interval and memory limit of the state copies, ``None`` without copies."""
+        """Returns the interval and the memory limit of state copies; ``None`` without copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
@@ -364,17 +365,16 @@ class RunningRanks:
         incarnation: Record of the incarnation that the ranks run.
         layout: Layout of the ranks.
         folder: Folder into which the ranks write their progress.
-        where: Maps the key of each rank, ``incarnation/rank``, to the name of the rank's node;
-            ordered by rank.
+        where: Maps the key of each rank to the name of the rank's node. Keys have the form
+            ``incarnation/rank``, and are ordered by rank.
         statuses: Exit statuses of the ranks that have ended, by the rank's key.
         stopping: Reason why the ranks were asked to save and end, empty if they were not asked.
         fault: Description of the first failure. It is replaced if a signal from outside, noticed
             later, turns out to be the cause.
         has_kill: Whether ``fault`` describes a signal from outside.
-        gone: Description of the first node whose loss or departure ended a rank, empty if there is
-            none.
-        deadline_s: Time on the manager's clock, in seconds, at which the remaining ranks are
-            killed. ``None`` for no deadline.
+        gone: Description of the first node whose loss or departure ended a rank; may be empty.
+        deadline_s: Time in seconds on the manager's clock at which remaining ranks are killed.
+            ``None`` for no deadline.
         killed: Whether the manager has killed the remaining ranks.
     """
 
@@ -402,8 +402,7 @@ class RunningRanks:
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time on the manager's clock, in seconds, by which the other ranks must have
-                ended.
+            deadline_s: Time in seconds on the manager's clock when the other ranks must have ended.
             kill: Whether a signal from outside ended a rank. The signal is recorded as the cause
                 even if the failure of another rank, which lost its peer, was noticed first.
             gone: Description of the node's loss or departure, if that caused the failure. It is

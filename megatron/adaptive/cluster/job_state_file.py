@@ -82,15 +82,14 @@ class Incarnation:
         reason: Reason why the previous incarnation ended, or ``start``.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of steps that were already done and have to be repeated.
-        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the nodes'
-            own disks`` or ``copies in memory``. If a newer state could not be used, the reason
-            follows.
-        marks_ns: Time of each event ``notice``, ``ended``, ``planned`` and ``begun`` by the clock
-            of the manager, in nanoseconds since the Unix epoch.
+        source: Text about the origin of the training state. It is ``start``, ``checkpoint``,
+            ``checkpoint on the nodes' own disks`` or ``copies in memory``. If a newer state could
+            not be used, the reason follows.
+        marks_ns: Time of the events ``notice``, ``ended``, ``planned`` and ``begun``, by event.
+            Times are from the manager's clock, in nanoseconds since the Unix epoch.
         phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
         before: Last progress of the previous incarnation, ``None`` for the first incarnation.
-        predicted_s: Step time that the planner predicted, in seconds; ``None`` if the layout was
-            chosen without the planner.
+        predicted_s: Step time that the planner predicted, in seconds; ``None`` without a plan.
         step_s: Measured step time in seconds, ``None`` before any step was measured.
     """
 
@@ -152,8 +151,7 @@ class SlowRank:
         slow_rank: Global rank that is slow.
         times: Number of consecutive diagnoses that reported this rank.
         factor: Ratio of the rank's computing time to that of the other ranks.
-        pace_ns: Computing time per microbatch and layer in nanoseconds, for each rank; empty if
-            unknown.
+        pace_ns: Computing time per microbatch and layer, in nanoseconds, by rank; may be empty.
     """
 
     slow_rank: int

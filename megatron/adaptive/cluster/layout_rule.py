@@ -56,8 +56,8 @@ class ParallelLayout:
         micro_batch: Number of samples per microbatch.
         microbatches: Number of microbatches per step that each replica of the first stage gets.
         flags: Flags of the trainer, which are appended to the user's own flags.
-        places: Name of each node and the maximum number of processes on it, in the order of the
-            ranks. Empty to use all nodes in their own order.
+        places: Name of each node and maximum number of processes on it, ordered by rank. Empty to
+            use all nodes in their own order.
         step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
         pace: Computing time per layer on each node, by node name, in any common unit. Empty without
             the planner.

@@ -534,7 +534,7 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Handles SIGHUP: stops the job if the terminal was closed, else rereads the machines."""
+        """Handles SIGHUP: stops the job if the terminal closed, else rereads the machines file."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
@@ -618,7 +618,7 @@ class Participant:
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        is_local: Whether no other machine takes part.
+        is_local: True if no other machine takes part in the job.
     """
 
     def __init__(

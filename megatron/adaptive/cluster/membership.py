@@ -169,8 +169,8 @@ class Event(NamedTuple):
     """Reports a change of a node, a signal to the manager (``stop``), or a timer (``tick``).
 
     Attributes:
-        kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
-            ``stop`` or ``tick``.
+        kind: Name of the event. It is ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
+            ``lost``, ``ended``, ``stop`` or ``tick``.
         node: Name of the node that changed, empty for an event of the manager.
         message: Message from the node's agent, or values in the same form.
     """
@@ -186,7 +186,7 @@ class Node:
 
     Attributes:
         name: Name of the node, unique in the job.
-        machine: Machine on which the manager starts the node's agent, ``None`` if the node joined
+        machine: Machine on which the manager starts the node's agent. ``None`` if the node joined
             by itself.
         status: Present status of the node, such as ``present``, ``leaving`` or ``lost``.
         why: Reason why the node does not take part, empty if it takes part.

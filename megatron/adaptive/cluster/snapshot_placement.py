@@ -112,13 +112,14 @@ class JobSnapshots:
     """Decides for the manager where a job's snapshots are kept, and restores steps from them.
 
     Args:
-        settings: Number of steps between snapshots (``every``) and maximum size in bytes of the
-            snapshots on a node (``limit_bytes``); ``None`` for no snapshots.
+        settings: Interval and memory limit of snapshots; ``None`` for no snapshots. ``every`` is
+            the number of steps between snapshots, ``limit_bytes`` the maximum size of a node's
+            snapshots.
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: Name of the manager's own node, and the object with the copies that this node stored
-            under the previous manager; ``None`` if there is no such object.
+        kept: Name of the manager's own node, and the object with the node's old snapshots. The node
+            stored these under the previous manager. ``None`` if there are none.
     """
 
     def __init__(

@@ -126,8 +126,7 @@ class Connector:
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host of the rendezvous where the job's ranks meet, ``None`` if it is not on the
-                network.
+            host: Host of the rendezvous where the job's ranks meet; ``None`` if not on the network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
@@ -157,7 +156,7 @@ class Connector:
 
         Args:
             endpoint: Endpoint of this rank.
-            peers: Global ranks with which this rank exchanges messages; each peer must list this
+            peers: Global ranks with which this rank exchanges messages. Each peer must list this
                 rank too.
             options: Transport settings of the user.
             log: Function that rank 0 calls with each line of text about the chosen transports.

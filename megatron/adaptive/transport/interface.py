@@ -45,7 +45,7 @@ class Endpoint:
     Attributes:
         rank: Global rank.
         host: Name of the rank's host, for error messages.
-        machine: Identifier that is equal for ranks which can see each other's processes, as
+        machine: Identifier that is equal for ranks which can see each other's processes. It is
             returned by ``liveness.here``.
         user: Numeric id of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.

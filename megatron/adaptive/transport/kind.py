@@ -38,8 +38,7 @@ class Payloads:
         shape: Shape of the largest message, ``None`` if unknown.
         dtype: Element type of the messages.
         varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of received messages of a channel that the receiver keeps at the
-            same time.
+        in_flight: Maximum number of a channel's messages that the receiver keeps at a time.
     """
 
     shape: tuple[int, ...] | None
@@ -153,8 +152,8 @@ def transport_kind(name: str) -> TransportKind:
     """Returns the object that declares a transport.
 
     Args:
-        name: Name of a transport of this package, name of an entry point, or
-            ``package.module:Class`` of a user's own transport.
+        name: Name of a transport of this package or of an entry point. A user's own transport is
+            given as ``package.module:Class``.
 
     Raises:
         ConfigError: The transport does not exist, cannot be imported, or is no

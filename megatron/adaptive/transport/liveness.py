@@ -78,7 +78,7 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
     """Returns a rank's display name for messages.
 
     Args:
-        places: For every rank, its result of :func:`here`.
+        places: Location of each global rank, as :func:`here` returned it on that rank.
         rank: Global rank.
     """
     location = places[rank]
@@ -103,17 +103,17 @@ class Watcher:
     launcher's request to end.
 
     Args:
-        places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known, as
-            returned by :func:`here`.
+        places: Location of each global rank, as returned by :func:`here`. It has ``host``, ``pid``
+            and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
             this machine are watched, and a rank that ends before this one calls :meth:`leave`
             counts as lost.
-        on_lost: Function that a thread of the watcher calls after a loss, so that the main thread
-            can react if it still runs. The function must not block.
+        on_lost: Function that a thread of the watcher calls after a loss. It must not block. It
+            lets the main thread react, if that still runs.
         grace_s: Time in seconds from the call of ``on_lost`` to the end of the process.
-        silent_s: Time in seconds after which a machine counts as lost if none of its ranks gives a
-            sign of life. A process counts as lost if it stays stopped for this time.
+        silent_s: Time in seconds after which a machine without a sign of life counts as lost. A
+            process counts as lost if it stays stopped for this time.
         is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
 
     Attributes:
@@ -237,8 +237,8 @@ class Watcher:
         """Handles a notice from the store, or the silence of ranks.
 
         Args:
-            ranks: Ranks that give no sign of life; ``_STORE`` if the store does not answer; empty
-                for a notice.
+            ranks: Ranks that give no sign of life; empty for a notice. ``_STORE`` if the store does
+                not answer.
             news: Text of the notice, or reason why the ranks count as lost.
         """
         if ranks == _STORE and self._is_launchers_store:
@@ -385,7 +385,7 @@ class _Board:
         machines: Identifier of each global rank's machine.
         rank: Global rank of this process.
         silent_s: Time in seconds after which a machine without a sign of life counts as lost.
-        hear: Function that is called for lost ranks and notices, ``Watcher._hear``.
+        hear: Function to call for silent ranks and for notices: ``Watcher._hear``.
     """
 
     def __init__(
@@ -546,7 +546,7 @@ def _write_line(line: str) -> None:
 
 
 def _flush_output() -> None:
-    """Flushes stdout and stderr in a thread, because the main thread may block their locks."""
+    """Flushes stdout and stderr in a thread, because the main thread may hold their locks."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

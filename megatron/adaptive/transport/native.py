@@ -250,8 +250,7 @@ class DeviceArrival(Arrival):
     Args:
         native: The message as an object of the C++ extension, ``_C.Arrival``.
         staging: Object that copies between the GPU and the channel.
-        least_free: Number of free slots in the channel below which the payload is copied out of its
-            slot.
+        least_free: If fewer slots of the channel are free, the payload is copied out of its slot.
     """
 
     # Make the attributes of Arrival properties, because most of them are never read.
@@ -325,8 +324,7 @@ class NativeQueue:
     Args:
         node: The object of the C++ extension that receives the messages, ``_C.Node``.
         staging: Object that copies between GPU and channels, ``None`` for a CPU.
-        least_free: Number of free slots in a channel below which payloads are copied out of their
-            slots.
+        least_free: If fewer slots of a channel are free, payloads are copied out of their slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:

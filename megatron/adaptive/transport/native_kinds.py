@@ -170,8 +170,8 @@ def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, 
 
     Args:
         module: The C++ extension, as a Python module.
-        device_name: Name of the RDMA device to use, such as ``mlx5_0``, or of a port, such as
-            ``mlx5_0:1``; ``None`` for any device.
+        device_name: Name of the RDMA device or port to use; ``None`` for any device. Examples are
+            ``mlx5_0`` and ``mlx5_0:1``.
     """
     try:
         devices = module.rdma_devices()

@@ -182,8 +182,7 @@ def size_of_channel(
 
     Args:
         payload_bytes: Size of the messages in bytes, ``None`` if it varies.
-        in_flight: Maximum number of received messages that the receiver keeps at the same time,
-            ``None`` if unknown.
+        in_flight: Maximum number of messages that the receiver keeps; ``None`` if unknown.
         slot_bytes: Slot size that the user chose, ``None`` for the default.
         slots: Number of slots that the user chose, ``None`` for the default.
     """

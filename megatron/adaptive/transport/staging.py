@@ -39,12 +39,11 @@ class Staging:
     """Copies tensors between a GPU and the channels of a native transport.
 
     Args:
-        node: The ``_C.Node``, whose channels the executor's thread and a worker thread of this
-            object use in turn.
+        node: The ``_C.Node`` that owns the channels. The executor's thread and a worker thread of
+            this object use the channels in turn.
         device: GPU to and from which tensors are copied.
         peers: Global ranks to which this rank has a channel.
-        send_from_host: Function that sends a host tensor, without a copy if the tensor lies in a
-            slot.
+        send_from_host: Function that sends a host tensor; copies it unless it is in a slot.
     """
 
     def __init__(
