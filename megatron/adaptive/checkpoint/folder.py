@@ -711,8 +711,8 @@ def make_pipeline_manifest(
     """Returns the entries of a ``Pipeline`` checkpoint's manifest, except its format and files.
 
     Args:
-        head: Entries that all ranks have: ``step``, ``seed``, ``loss_scale`` and ``extra``. Also
-            ``save_id`` if parts of the checkpoint may be on nodes' local disks.
+        head: Entries that are equal on all ranks: ``step``, ``seed``, ``loss_scale`` and ``extra``.
+            Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
         parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
             the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
             options and names of parameters. ``plain`` has the optimizer's values that are not

@@ -105,7 +105,7 @@ class Progress:
         iteration: Number of iterations done.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations without an update, as gradients overflowed.
+        skipped_iterations: Number of iterations without an update because of overflow.
     """
 
     iteration: int = 0

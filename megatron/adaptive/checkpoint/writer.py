@@ -299,8 +299,8 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Bytes that ``torch.save`` writes before a tensor's raw bytes, by type and shape.
-            Missing entries are added.
+        heads: Number of bytes before a tensor's raw bytes in ``torch.save``'s output, by type and
+            shape. Missing entries are added.
 
     Returns:
         Position of each tensor and object in the file, and the file's size and checksums.

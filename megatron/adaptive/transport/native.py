@@ -250,7 +250,7 @@ class DeviceArrival(Arrival):
     Args:
         native: The message as an object of the C++ extension, ``_C.Arrival``.
         staging: Object that copies between the GPU and the channel.
-        least_free: If fewer slots of the channel are free, the payload is copied out of its slot.
+        least_free: If fewer slots than this are free, the payload is copied out of its slot.
     """
 
     # Make the attributes of Arrival properties, because most of them are never read.
@@ -324,7 +324,7 @@ class NativeQueue:
     Args:
         node: The object of the C++ extension that receives the messages, ``_C.Node``.
         staging: Object that copies between GPU and channels, ``None`` for a CPU.
-        least_free: If fewer slots of a channel are free, payloads are copied out of their slots.
+        least_free: If fewer slots of a channel than this are free, payloads are copied out of them.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
