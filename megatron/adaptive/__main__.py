@@ -188,7 +188,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
 }
-"""Maps former names to subcommands that had another name in earlier versions."""
+"""Maps the former name of each renamed subcommand to the subcommand."""
 
 
 _ADVICE = {

@@ -355,7 +355,7 @@ def agree_on_sharing(
     if not accelerator.is_cuda:
         return accelerator
     owners: dict[str, list[int]] = {}
-    for other, gpu in enumerate(store.multi_get(keys)):  # waits until all keys are set
+    for other, gpu in enumerate(store.multi_get(keys)):  # multi_get waits for all keys
         owners.setdefault(gpu.decode(), []).append(other)
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":

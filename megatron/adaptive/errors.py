@@ -37,7 +37,7 @@ class SetupError(AdaptiveError):
 
 
 class DataError(AdaptiveError):
-    """A corpus, vocabulary or token file is missing or broken, or does not match the others."""
+    """A corpus, vocabulary or token file is missing or broken, or does not match related files."""
 
 
 class CheckpointError(AdaptiveError):

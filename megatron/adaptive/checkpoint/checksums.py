@@ -113,7 +113,7 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file, and compares the checksum of each block before it returns any of its bytes.
+    """Reads a file, and compares the checksum of each block before it returns the block's bytes.
 
     Args:
         paths: Paths of copies of the file. If a block is damaged in one copy, that block and all

@@ -192,7 +192,7 @@ class StateParts:
     """Holds a rank's state, split into tensors, objects and common values.
 
     Attributes:
-        pieces: Tensors by name and offset in the whole tensor.
+        pieces: Parts of tensors, by name and offset in the whole tensor.
         objects: Lists of values that are not tensors, by megatron-core's name; one list per name.
         common: Values that all ranks share, by name.
     """
@@ -487,7 +487,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # sets the weight decay of the groups, which loading does not change
+    scheduler.step(0)  # sets the groups' weight decay, which loading leaves unchanged
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:

@@ -339,7 +339,7 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns the manifests on this node's disk by step, without those that cannot be read."""
+        """Returns the manifests on this node's disk that can be read, by step."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):

@@ -114,7 +114,7 @@ class CheckpointSaver:
             return path
         if self._background is None:
             # The background thread needs its own process group, because training may communicate
-            # over the other one at the same time.
+            # over the existing group at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
         state = self._host.take(take())

@@ -172,7 +172,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the bytes of those tensors in a slot that are sent to the buddy."""
+        """Returns the bytes of a slot's tensors that are sent to the buddy."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
@@ -311,7 +311,7 @@ class SnapshotKeeper:
         threading.Thread(target=action, args=arguments, name="snapshots", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accepts connections of ranks on the Unix socket, and closes those of other users."""
+        """Accepts ranks' connections on the Unix socket, and closes connections of other users."""
         while True:
             try:
                 connection, _ = self._local.accept()

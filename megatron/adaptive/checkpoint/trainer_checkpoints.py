@@ -477,7 +477,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Returns the weights of each chunk, without those of adapters or those of the base model.
+    """Selects the adapter weights of each chunk, its other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.

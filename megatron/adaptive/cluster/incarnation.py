@@ -418,7 +418,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of several times in seconds, where ``None`` stands for never."""
+    """Returns the earliest of several times in seconds; a time of ``None`` means never."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 

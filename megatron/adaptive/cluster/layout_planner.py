@@ -229,7 +229,7 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file; those without ``slots`` get no process limit."""
+        """Returns the nodes in a machines file; a node without ``slots`` gets no process limit."""
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)

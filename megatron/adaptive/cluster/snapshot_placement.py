@@ -46,7 +46,7 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Returns the buddy of each node by name: the node that keeps copies of its state.
+    """Maps the name of each node to the name of its buddy, which keeps copies of its state.
 
     The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on one
     machine, as in a trial run, the buddy is simply the next node. It is ``None`` for a single node.

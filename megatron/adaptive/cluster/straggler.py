@@ -62,7 +62,7 @@ class Stragglers:
         return layout
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes without those that were excluded for being slow."""
+        """Returns the nodes that were not excluded for being slow."""
         return [node for node in nodes if node.name not in self._aside]
 
     def joined(self, name: str) -> None:

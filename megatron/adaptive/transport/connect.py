@@ -418,8 +418,8 @@ class CompositeTransport:
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:
         self.completions = completions
         self._part_of = dict(parts)
-        # The transport that owns the queue is closed last, because the others use the queue until
-        # then.
+        # Close the transport that owns the queue last, because the other transports use the queue
+        # until they are closed.
         distinct = {id(part): part for part in parts.values()}.values()
         self._parts = sorted(distinct, key=lambda part: part.completions is completions)
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))

@@ -263,7 +263,7 @@ _MAGIC = 0x4D41_5031  # "MAP1"
 _END = -1
 _VARIANT_SHIFT = 8
 
-# The order must be that of the enum ElementType in message.h, because the index is the code.
+# Keep the order of the enum ElementType in message.h, because the index is the code.
 _PLAIN = (
     "float32",
     "float16",

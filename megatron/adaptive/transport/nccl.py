@@ -62,7 +62,7 @@ OPEN_S = 300.0
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, higher than that of compute streams.
+"""Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
 CUDA maps streams to a few hardware queues. In such a queue a kernel that cannot start yet blocks
 kernels of other streams. Streams of different priorities use different queues, so no message waits
