@@ -270,7 +270,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     """Reads exactly ``size`` bytes from a blocking socket.
 
     Raises:
-        OSError: The connection ended before that number of bytes arrived.
+        OSError: The connection ended before all bytes had arrived.
     """
     data = bytearray(size)
     _fill(connection, memoryview(data))

@@ -30,7 +30,7 @@ job was only suspended, it can then no longer rename its checkpoint.
 
 The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
-index. Checkpoints of former versions have no index, and are opened only if the caller trusts them.
+index. Checkpoints of earlier versions have no index, and are opened only if the caller trusts them.
 
 This module neither communicates with other ranks nor reads tensors. Only one process at a time may
 call it for the same folder.
@@ -272,8 +272,8 @@ class StepFolders:
 
         Raises:
             CheckpointError: If another program wrote the manifest, or it has a newer format.
-            DamagedCheckpointError: If the manifest changed since it was written. The text of the
-                error ends with ``remedy``.
+            DamagedCheckpointError: If the manifest changed since it was written. The error message
+                ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -338,7 +338,7 @@ class StepFolders:
 
         Returns:
             One line per damaged file, with its name and the first damaged block if it has several.
-            The list is empty if no file is damaged. Files of a former version have no checksums, so
+            The list is empty if no file is damaged. Files of earlier versions have no checksums, so
             only their sizes are checked.
         """
         path = self.complete_path(step).absolute()
@@ -362,7 +362,7 @@ class StepFolders:
             CheckpointError: If another program or a newer format wrote the checkpoint, or it
                 contains pickles and ``trust`` is False.
             DamagedCheckpointError: If the manifest is damaged, a file is missing or has another
-                size, or a checksum does not match. The text of the error ends with ``remedy``.
+                size, or a checksum does not match. The error message ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
         step_there = body.get("step", step)

@@ -344,7 +344,7 @@ class LocalDisk:
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Manifests of former versions have most entries in a nested mapping.
+                # Manifests of earlier versions have most entries in a nested mapping.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     manifests[step] = stored

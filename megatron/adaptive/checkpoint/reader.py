@@ -10,7 +10,7 @@ the target tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.
 checksum of each block of a file is compared before the block is used. No data can run code while it
 is read.
 
-Checkpoints of former versions and of Megatron-LM have ``.metadata`` instead of an index, and each
+Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index, and each
 tensor and object was written by ``torch.save``. They are opened only if the caller trusts them.
 Even then they are read by restricted unpicklers, which create only tensors, plain values and the
 classes of an index. Objects of other classes, such as enumerations in Megatron-LM's arguments, are

@@ -220,7 +220,7 @@ class Connector:
 
         Returns:
             The transport if this rank has native channels, else ``None``; the first failure of any
-            rank; and by pair of ranks, the way in which GPU tensors are copied.
+            rank; and how GPU tensors are copied, by pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(

@@ -94,10 +94,10 @@ class Transport(Protocol):
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
-        The tensor lies in memory of the channel if a slot is free, otherwise in ordinary memory. In
-        both cases the tensor, or a view that begins at its first element, may be sent. Memory of
-        the channel is sent without a copy and then belongs to the peer, so do not write to it after
-        the send. If the tensor is released without a send, the memory returns to the channel.
+        The tensor uses memory of the channel if a slot is free, otherwise ordinary memory. In both
+        cases the tensor, or a view that begins at its first element, may be sent. Memory of the
+        channel is sent without a copy and then belongs to the peer, so do not write to it after the
+        send. If the tensor is released without a send, the memory returns to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:

@@ -62,8 +62,8 @@ _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
 def make_tensors_with(module: ModuleType, table: Any) -> None:
     """Lets the extension make and read tensors through torch's table of C functions.
 
-    This takes half as long as through DLPack capsules, which would be most of the time of a small
-    message.
+    This takes half as long as with DLPack capsules. Making capsules would take most of the time
+    that a small message needs.
 
     Args:
         module: The C++ extension, as a Python module.
@@ -235,7 +235,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
         def settle(self) -> None:
             """Copies the payload out of its slot if few slots are free.
 
-            The payload may be taken much later, and the sender needs the slot before.
+            The payload may be taken much later, and the sender may need the slot earlier.
             """
             native: Any = self
             if native.free_slots < native.least_free:
