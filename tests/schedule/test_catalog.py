@@ -16,27 +16,13 @@ from megatron.adaptive.schedule.catalog import (
 )
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 
-STATIC = (
-    "1f1b",
-    "breadth-first",
-    "combined-1f1b",
-    "dualpipe-v",
-    "forward-only",
-    "gpipe",
-    "interleaved",
-    "interleaved-zb",
-    "v-half",
-    "varuna",
-    "zb-h1",
-    "zb-v",
-)
-
 
 def test_names() -> None:
-    assert schedule_names() == STATIC
-    rules = set(policy_names()) - set(STATIC)
+    static = schedule_names()
+    assert set(static) >= {"1f1b", "dualpipe-v", "forward-only", "gpipe", "interleaved", "zb-v"}
+    rules = set(policy_names()) - set(static)
     assert rules >= {"adaptive", "bfc", "dfc"}
-    assert policy_names() == tuple(sorted((*STATIC, *rules)))
+    assert policy_names() == tuple(sorted((*static, *rules)))
     assert all(is_rule(name) and not splits_backward(name) for name in rules)
 
 
@@ -63,7 +49,7 @@ def test_placements(name: str, kind: PlacementKind, num_chunks: int) -> None:
 
 def test_unknown_names_list_the_known_ones() -> None:
     placement = Placement(num_ranks=2, num_chunks=1)
-    with pytest.raises(ScheduleError, match=f"'2f2b'.*{', '.join(STATIC)}"):
+    with pytest.raises(ScheduleError, match=f"'2f2b'.*{', '.join(schedule_names())}"):
         make_schedule("2f2b", placement, 4)
     for ask in (
         lambda: make_policies("greedy", placement, 4),
@@ -71,5 +57,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         lambda: splits_backward("greedy"),
         lambda: is_rule("greedy"),
     ):
-        with pytest.raises(ScheduleError, match="unknown policy 'greedy'.*1f1b, adaptive, bfc"):
+        with pytest.raises(
+            ScheduleError, match=f"unknown policy 'greedy'.*{', '.join(policy_names())}"
+        ):
             ask()

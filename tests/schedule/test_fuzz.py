@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.catalog import is_rule, make_policies, policy_names
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import simulate
@@ -19,7 +19,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
-CASES = {"adaptive": 500, "dfc": 150, "bfc": 150, "hinted": 200, "any": 15}
+CASES = {name: 150 for name in policy_names() if is_rule(name)}
+CASES |= {"adaptive": 500, "hinted": 200, "any": 15}
 
 
 @dataclass

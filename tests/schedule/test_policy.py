@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import runtime_rules
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -76,7 +77,7 @@ def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]
 
 @pytest.mark.parametrize("name", policy_names())
 def test_every_word_is_one_of_the_trace(name: str) -> None:
-    chunks = 1 if name in ("1f1b", "varuna", "zb-h1") else 2
+    chunks = 1 if schedule_spec(name).chunks == "one" else 2
     kind = placement_for(name, 3, chunks).kind if name in schedule_names() else "loop"
     placement = Placement(num_ranks=3, num_chunks=chunks, kind=kind)
     pieces = int(splits_backward(name))

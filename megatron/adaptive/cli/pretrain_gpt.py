@@ -30,7 +30,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.hugging_face import FLAGS_FILE
 from megatron.adaptive.config.input_files import natural, read_text, say
 from megatron.adaptive.config.schema_files import read_file
-from megatron.adaptive.config.unsupported_flags import IDLE, REFUSED
+from megatron.adaptive.config.unsupported_flags import IDLE, NEWER, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, TransportError
 
 _USAGE = """\
@@ -42,6 +42,10 @@ model is used, whatever sizes the recipe has. OPTIONS are those of job launch; o
 -- --node-rank N --master-addr HOST. --dry-run only checks and prints, and needs no data."""
 
 
+_NEWER_HEAD = (
+    "Settings that releases after the installed one add to megatron-core. They are flags if such\n"
+    "a release is installed, and refused by name otherwise."
+)
 _FLAGS_HEAD = """\
 # Flags of `pretrain_gpt.py`
 
@@ -313,6 +317,8 @@ def flags_markdown() -> str:
         for reason, family in itertools.groupby(table, table.__getitem__):
             names = [f"`--{name}`" for name in sorted(family, key=lambda name: name.endswith("*"))]
             parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
+    names = [f"`{name}`" for name in NEWER]
+    parts.append(f"\n## With a later megatron-core\n\n{_NEWER_HEAD}\n\n{', '.join(names)}\n")
     return "".join(parts)
 
 

@@ -24,7 +24,7 @@ from megatron.adaptive.config.input_files import natural, read_text
 from megatron.adaptive.config.layer_partition import lay_out
 from megatron.adaptive.config.plan_file import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.trainer import TrainerConfig, flag_specs, groups
-from megatron.adaptive.config.unsupported_flags import is_idle, reason_for, refused_flags
+from megatron.adaptive.config.unsupported_flags import NEWER, is_idle, reason_for, refused_flags
 from megatron.adaptive.errors import ConfigError
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
@@ -341,6 +341,11 @@ def _why_not_taken(name: str, accepted: list[str]) -> str:
     reason = reason_for(name)
     if reason is not None:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
+    if name in NEWER:
+        return (
+            f"{name} is a setting of a later megatron-core than the installed one: install a newer"
+            " release, or drop the flag"
+        )
     (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
     note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"

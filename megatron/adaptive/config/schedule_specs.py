@@ -126,8 +126,9 @@ class ScheduleSpec:
         if callable(self.function):
             return self.function
         module, _, name = self.function.partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return loaded
+        loaded: Any = getattr(importlib.import_module(module), name)
+        # A function under the decorator of users' own schedules is one of this package as well.
+        return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")

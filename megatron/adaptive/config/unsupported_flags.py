@@ -3,7 +3,8 @@
 A flag is refused if it contradicts the pipeline engine, or if ignoring it would give a different
 training run. The error message has the reason. (For an unknown flag, it can only name the most
 similar flag.) Further flags of a refused feature are accepted and ignored, and so are flags that
-are never used in GPT pre-training. Prefixes stand for groups of flags, which grow with each version
+are never used in GPT pre-training. Prefixes stand for groups of flags, which grow with each
+version
 of Megatron-LM. If a flag is listed by its full name, prefixes do not apply to it. A test checks
 that none of the trainer's own flags are listed here.
 """
@@ -47,10 +48,21 @@ optimizer state is kept in float32 on the device; split it with --use-distribute
     num-distributed-optimizer-instances overlap-param-gather-with-optimizer-step
 activations stay on the device; lower them with --recompute-granularity
     cpu-offloading-num-layers fine-grained-activation-offloading
+the engine frees activations in the order that it chooses at run time; drop the flag
+    moe-paged-stash
+all tensor-parallel ranks of a stage hold their parts of its weights; use
+--use-distributed-optimizer
+    tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
+layers have one residual stream; drop the flag
+    enable-mhc-connections
+learning rate and initialization do not follow the width; set --lr and --init-method-std
+    use-mup
 fully sharded data parallelism replaces the pipeline; use --use-distributed-optimizer
     use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 init-model-with-meta-device
-a captured CUDA graph fixes the order of work, which the pipeline chooses at run time; drop the flag
+a captured CUDA graph fixes the order of work, which the pipeline chooses at run time; drop the
+flag
     enable-cuda-graph external-cuda-graph cuda-graph-impl te-rng-tracker cuda-graph-modules
+    optimizer-cuda-graph
 overlap inside tensor parallel layers needs user buffers of Transformer Engine that this trainer
 does not set up; drop the flag
     tp-comm-overlap
@@ -58,15 +70,28 @@ only this trainer sets up communicators; drop the flag
     nccl-communicator-config-path use-nccl-ub use-sharp high-priority-stream-groups
     use-tp-pp-dp-mapping hierarchical-context-parallel-sizes hybrid-context-parallel
     disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init
-    ddp-num-buckets nccl-*
+    ddp-num-buckets nccl-* create-all-gather-group
+torch reads settings of its flight recorder from the environment; set TORCH_FR_BUFFER_SIZE there
+    flight-recorder-dump-path
+each rank computes its own part; predict a step with python -m megatron.adaptive plan or simulate
+    fake-process-group
 torchrun sets the rank in the environment; start the program with torchrun
     local-rank local_rank
 this program has no reinforcement learning; drop the flag
     perform-rl-step
 metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --mlflow-experiment
-    log-energy log-progress
+    log-energy log-progress otel-enabled
+only Megatron-LM's own trainer writes these tensors and choices; drop the flag
+    save-activations-interval save-wgrads-interval save-dgrads-interval save-params-interval
+    save-tokens-per-expert-interval moe-routing-trace-path
+there is no distillation from saved logits; drop the flag
+    logits-load-dir logits-save-dir
 this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
+GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
+    gpu-sniff-test-interval
+SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
+    exit-signal
 torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
     iterations-to-skip replication check-for-spiky-loss
@@ -79,26 +104,45 @@ checkpoints have the format torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
     pretrained-checkpoint load-main-params-from-ckpt use-checkpoint-args
     use-mp-args-from-checkpoint-args
+a checkpoint holds the iteration that it continues from; use --ckpt-step
+    override-ckpt-iteration
 the tokenizer's files describe it and decide the vocabulary's size; see --tokenizer-model
     tokenizer-metadata padded-vocab-size
+the vocabulary is padded for tensor parallelism; use --make-vocab-size-divisible-by
+    no-pad-vocab-size
 data is read from local files; copy it and use --data-path
     enable-msc object-storage-cache-path
 each split has a separate flag; use --train-data-path, --valid-data-path and --test-data-path
     per-split-data-args-path per-dataset-sequences-path
 validation uses --eval-iters batches of one mixed dataset; drop the flag
     full-validation multiple-validation-sets
+validation has the batch size of training and begins with it; use --eval-interval
+    eval-global-batch-size eval-micro-batch-size start-eval-at-iter
+the mixture of data stays the same during a run; resume with another --data-path
+    phase-transition-iterations
 documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
+attention within documents has a flag of its own; use --reset-attention-mask
+    dataloader-inter-document-masking
 the batch size does not change; choose --global-batch-size to fit the world size
     decrease-batch-size-if-needed
+the batch size grows in equal steps only; use --rampup-batch-size
+    step-batch-size-schedule
+only adapters are trained beside frozen weights; use --lora-rank
+    freeze-all-layers
+weights of normalization layers and biases have no weight decay; drop the flag
+    no-weight-decay-cond-type
 initial weights are normally distributed and the same on all replicas; use --init-method-std
     data-parallel-random-init init-method-xavier-uniform
 the layers are those of --transformer-impl; use local or transformer_engine
     spec use-legacy-models
+which functions are compiled is fixed; drop the flag
+    disable-jit-fuser
 results repeat with the same --seed on the same machine; drop the flag
     deterministic-mode batch-invariant-mode
 PyTorch manages device memory; see --log-memory-to-tensorboard
     record-memory-history empty-unused-memory-level train-sync-interval
+    log-device-memory-used log-memory-interval
 settings are given as flags only; write them out
     yaml-cfg
 it was renamed long ago; use --micro-batch-size
@@ -126,7 +170,9 @@ it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieva
 it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
-    mlp-chunks-* rl-* grpo-* langrl-* sft-*
+    mlp-chunks-* rl-* grpo-* langrl-* sft-* chat-template enable-chunked-prefill
+    num-speculative-tokens moe-pad-experts-for-cuda-graph-inference refit-method
+    use-same-sampling-seed-across-dp-ranks
 it is part of a feature whose own flag is refused
     fp8-* no-fp8-* fp4-* kitchen-* tp-only-amax-red first-last-layers-bf16
     num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 keep-fp8-transpose-cache
@@ -139,10 +185,23 @@ it is part of a feature whose own flag is refused
     disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
     no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit qk-clip-*
-    object-storage-* msc-*
+    object-storage-* msc-* activation-offload-fraction fine-grained-offloading-*
+    delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks batch-invariant-backend
+    gtp-* mhc-* mup-* lion-* gdp-* no-dsa-* mtp-hybrid-override-pattern mtp-standalone otel-*
+    flight-recorder-* no-flight-recorder-* logits-* moe-paged-stash-* moe-routing-trace-*
+    exit-signal-handler-for-* use-kitchen-attention max-seqlen-per-dp-cp-rank yarn-* no-yarn-*
+    validation-set-names no-use-layer-wise-param-layout
+it tunes how megatron-core reads or writes files, which this trainer does itself
+    ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-*
+    ckpt-fully-parallel-save-process-group ckpt-pg-* async-strategy dist-ckpt-workers
+    no-ckpt-load-validate-sharding-integrity verify-integrity no-save-tokenizer-assets
+    dataloader-defer-npy-index-mmap dataloader-fast-cache-load no-stream-ckpt-dequant
+it adds detail to the profiles of Megatron-LM's own trainer
+    nvtx-ranges record-shapes pytorch-profiler-collect-*
 it belongs to tokenizers that are not supported
     tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
-    sentencepiece-*
+    sentencepiece-* tokenizer-hf-* tokenizer-sentencepiece-* no-tokenizer-sentencepiece-*
+    tokenizer-special-tokens use-gigatoken
 this trainer always behaves as with this flag
     data-impl use-mcore-models no-async-tensor-model-parallel-allreduce exit-signal-handler
     no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt
@@ -151,6 +210,24 @@ this trainer always behaves as with this flag
     mid-level-dataset-surplus no-scatter-gather-tensors-in-pipeline onnx-safe cache-mla-latents
     no-one-logger one-logger-* enable-one-logger app-tag-*
 """
+
+# Settings that later releases of megatron-core add to its configuration classes. They are flags of
+# this trainer if such a release is installed.
+_NEWER = """
+    ddp-param-name-patterns-for-fp32-local-accumulation flash-attention-version
+    fused-residual-rmsnorm high-priority-a2a-comm-stream mla-down-proj-fusion
+    moe-combine-bwd-dtype moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor
+    moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
+    moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs
+    moe-mlp-glu-interleave-size moe-ncclep-static-shape moe-ncclep-zero-copy
+    moe-permute-fusion-into-hybridep moe-router-force-biased moe-router-quantile-balancing-ema
+    moe-shared-expert-glu-interleave-size moe-single-grouped-bias moe-single-grouped-weight
+    moe-use-grouped-tensor mtp-detach-heads mtp-hsm mtp-use-repeated-layer output-logit-dtype
+    overlap-dispatch-backward-with-experts-wgrad use-grouped-gemm-for-dense-mlp
+    use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser
+"""
+NEWER = tuple(f"--{name}" for name in _NEWER.split())
+"""Flags of this trainer under a later release of megatron-core, with leading dashes."""
 
 
 def _reasons(table: str) -> dict[str, str]:

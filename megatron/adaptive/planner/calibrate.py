@@ -39,8 +39,8 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight of the number of operations in the fit, relative to a measured stage. It is so low that it
-matters only if the stages cannot separate two kinds of layers."""
+"""Weight in the fit of times proportional to the number of operations, relative to a measured
+stage. It is so low that it matters only if the stages cannot separate two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -57,7 +57,8 @@ class TracedRun:
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
         skip: Number of iterations at the beginning to ignore, as warm-up.
-        iterations: Iterations to use. Empty for all except those that ``skip`` ignores.
+        iterations: Numbers of the iterations to use. Empty for all except those that ``skip``
+            ignores.
     """
 
     trace: RunTrace
@@ -92,7 +93,7 @@ class TracedRun:
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the measured figures of the iterations to use.
+        """Returns the times of actions and steps, measured in the iterations to use.
 
         Raises:
             ConfigError: The trace has no such iteration.
@@ -116,8 +117,8 @@ def calibrate(
     Args:
         model: Model that all runs trained.
         runs: Traced runs, at least one.
-        described: Value of the key ``model`` in the profile file. Default: the model's name and
-            arguments.
+        described: Description of the model, stored under the key ``model`` in the profile. Default:
+            the model's name and arguments.
 
     Returns:
         Contents of a profile file.
@@ -238,7 +239,7 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the fraction of a backward pass that weight gradients take.
+    """Returns the fraction of a backward pass's time that weight gradients take.
 
     It is half of the operations outside of attention scores, because the scores have no weights.
     """
@@ -278,7 +279,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the measurements of a run to those gathered so far, except those of stages."""
+    """Adds all measurements of a run except the times of stages to ``gathered``."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -348,7 +349,7 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns measures of how well the step times of some runs were predicted, by name.
+    """Returns how accurately the step times of some runs were predicted, as measures by name.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times put the runs in the same order. ``place_of_best`` is the position of the fastest run in

@@ -63,7 +63,7 @@ _LEAST_S = 1e-9
 _ROUNDING = 1e-6
 """Maximum relative error of a value due to rounding."""
 _UNLIMITED = 1e9
-"""Number of layers that is used instead of infinity if memory is unlimited."""
+"""Number of layers that stands for infinity if memory is unlimited."""
 _HALVINGS = 40
 """Number of bisection steps. With this number, the time per microbatch has 12 exact digits."""
 
@@ -77,7 +77,8 @@ class Loads:
         partition: Number of layers of each stage during the measurement.
         layer_s: Times of a layer (forward pass, backward pass, weight gradients), in seconds. There
             is one entry per rank and kind of layer.
-        beside_s: Times of each stage outside of its layers in seconds, such as embedding and loss.
+        beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
+            loss.
         most_layers: Number of layers of average size that fit into the memory of each rank.
         kinds: Kind of each layer in model order, as a number from 0. Empty if all layers are equal.
         sizes: Memory size of a layer divided by the average, for each rank and kind of layer. If
@@ -94,13 +95,13 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time of all layers on each rank, divided by the median over the ranks."""
+        """Time that each rank would take for all layers, divided by the median over the ranks."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns the time of all layers together on each rank, in seconds."""
+        """Returns how long each rank would take for all layers of the model, in seconds."""
         seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
         return seconds
 
@@ -110,7 +111,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement of stages. A slow rank stays as slow as now."""
+        """Returns the loads under another placement of stages, with ranks as fast as measured."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -127,7 +128,7 @@ class Loads:
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns the time of each rank outside of its layers, in seconds per microbatch."""
+        """Returns how long each rank works outside of its layers, in seconds per microbatch."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
@@ -139,7 +140,7 @@ class Loads:
 
     @cached_property
     def _ranks(self) -> Any:
-        """Index of the rank of each stage."""
+        """Index of the rank that holds each stage, ``[stages]``."""
         stages = range(self.placement.num_stages)
         return np.array([self.placement.locate(stage)[0] for stage in stages])
 
@@ -150,7 +151,7 @@ class Loads:
 
     @cached_property
     def _before(self) -> Any:
-        """Number of layers of each kind before every layer, ``[layers + 1, kinds]``."""
+        """Number of layers of each kind that precede each layer, ``[layers + 1, kinds]``."""
         one_hot = np.eye(self._each.shape[1])
         kinds = list(self.kinds) or [0] * sum(self.partition)
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
@@ -161,7 +162,10 @@ class Loads:
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns the seconds of forward, backward and weight gradients, ``[stages, 3]``."""
+        """Returns each stage's times of forward pass, backward pass and weight gradients.
+
+        The array contains seconds, ``[stages, 3]``.
+        """
         layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
         return np.array(self.beside_s) + layers.sum(axis=1)
 
@@ -194,12 +198,13 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the schedule ``auto``, which all ranks follow.
+    """Decision that ``auto`` makes about schedule, placement and partition, for all ranks.
 
     Attributes:
         text: Choice and its reason, as one line for the log.
-        stay: Schedule for the present placement and partition. ``None`` keeps the present schedule.
-        move: Schedule to run after stages or layers were moved. ``None`` to move nothing.
+        stay: Schedule to run without a move. ``None`` keeps the present schedule.
+        move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
+            nothing.
         partition: Number of layers of each stage after the move. ``None`` for the present numbers.
     """
 
@@ -210,7 +215,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns the number of layers that change their rank from partition ``old`` to ``new``."""
+    """Returns how many layers are on another rank under partition ``new`` than under ``old``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -282,9 +287,10 @@ def choose_together(
         loads: Measured times and memory of the stages under the present placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
         limits: Memory limit under each placement to consider, as a function of the partition. The
-            present placement comes first. A limit is the maximum of activations, and its unit is
-            the activations of one microbatch for all stages of a rank.
-        halves: Loads measured over parts of the steps. A move must save enough in each part.
+            present placement comes first. A limit is the maximum number of activations held. One
+            unit is the activations of one microbatch for all stages of a rank.
+        halves: Loads measured over separate parts of the steps. A move must save enough time under
+            each of them.
         gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
             layers.
         num_microbatches: Number of microbatches per step.
@@ -368,7 +374,8 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Memory limit of each placement, a function from a partition to activations.
+        limits: Function for each placement that returns the limit on activations held under a
+            partition.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
@@ -414,7 +421,8 @@ class _Job:
         Args:
             loads: Measured times and memory, converted to the placement.
             present: Present number of layers of each stage.
-            earlier: Earlier choices. Their schedules are tried too.
+            earlier: Choices made earlier, for other placements or partitions. Their schedules are
+                tried too.
             moves_layers: Whether to choose another partition.
 
         Returns:
@@ -525,7 +533,8 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
-        # Divide the rank's remaining time and memory equally, so keep a part for its later stages.
+        # Divide the rank's remaining time and memory equally among its stages, so keep a part for
+        # the later ones.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
@@ -558,7 +567,7 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
     """Yields partitions with one layer moved to another stage.
 
-    The slowest ranks give first, and the fastest ranks receive first.
+    Moves from the slowest rank come first, and among these, moves to the fastest rank.
 
     Args:
         loads: Measured times and memory of the stages.

@@ -53,8 +53,8 @@ def hand_over(
         cuts: Index of the first layer of each stage, followed by the number of layers,
             ``[stages + 1]``.
         seconds: Step time of the pipeline with these cuts, in seconds.
-        seconds_of: Function from cuts to the step time in seconds. If memory is too small, it
-            returns infinity.
+        seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
+            memory is too small.
         most: Maximum number of pipelines to time.
 
     Returns:
@@ -87,7 +87,7 @@ class ChunkedPipeline:
     Args:
         arrays: Costs of every possible stage, a ``search_kernel.ShapeArrays``.
         classes: Stage classes that the pipeline's shape (parallel sizes) allows.
-        ranks: Index in ``classes`` for each pipeline rank.
+        ranks: Index in ``classes`` of each pipeline rank's class.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
     """
@@ -123,7 +123,8 @@ class ChunkedPipeline:
 
         Args:
             most: Maximum number of pipelines to time.
-            hopeless_s: Time limit in seconds. A first partition that takes longer is given up.
+            hopeless_s: Time limit in seconds. If the first partition takes longer, it is not
+                improved.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers. Empty if the
@@ -137,7 +138,7 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns first layers of stages so that each stage's work fits its rank's speed.
+        """Returns a first partition in which each stage's work is proportional to its rank's speed.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers,
@@ -206,7 +207,7 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves a plan's partition by moving layers, predicted under the plan's own schedule.
+    """Improves a plan's partition by moving layers. Predicts each try under the plan's schedule.
 
     Args:
         plan: Plan whose layers are moved between stages.
@@ -257,7 +258,7 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         except ScheduleError:
             continue  # the schedule does not allow these stages, or so few microbatches
         rows.append(PlanRow(plan=candidate, prediction=prediction))
-    # If several are equal, ``min`` returns the one whose schedule was listed first.
+    # If several schedules are equally good, ``min`` returns the one that was listed first.
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )

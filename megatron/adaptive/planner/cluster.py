@@ -69,7 +69,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns all GPUs by name, and their names by every accepted spelling."""
+    """Returns the table of GPUs by name, and the name of a GPU for every accepted spelling."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -82,7 +82,7 @@ def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
 
 
 def plain_name(name: str) -> str:
-    """Returns a GPU's name in lower case, without spaces, hyphens and the vendor's names."""
+    """Returns a GPU's name in lower case, without spaces, hyphens or brand names."""
     return _NOISE.sub("", name.lower())
 
 
@@ -92,7 +92,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns a GPU of the table, or ``None``. The name comes from a cluster file or a driver."""
+    """Returns the GPU of the table that a cluster file or driver calls ``name``, or ``None``."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
@@ -132,9 +132,9 @@ class LinkSpeed:
         sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, ascending.
             Between two sizes, the bandwidth is interpolated over the logarithm of the size. Outside
             of them, the nearest size is used. Empty if ``bytes_per_s`` applies to all sizes.
-        by_pairs: Number of pairs that sent at the same time, with the link's speed measured then.
-            For another number of pairs, the next smaller one is used. If the link is shared, the
-            pairs divide its bandwidth.
+        by_pairs: Speeds of the link measured while several pairs sent at the same time. Each entry
+            has the number of pairs first. For another number of pairs, the next smaller one is
+            used. If the link is shared, the pairs divide its bandwidth.
     """
 
     bytes_per_s: float
@@ -160,7 +160,7 @@ class LinkSpeed:
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the seconds from the start of a message to its arrival, or 0 for no message.
+        """Returns the time from the start of a message to its arrival in seconds, 0 if it is empty.
 
         Args:
             message_bytes: Size in bytes of each pair's message.
@@ -194,14 +194,15 @@ class NodeType:
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
         intra: Speed of the link between two GPUs in a node.
-        islands: Groups of neighbouring GPUs with a fast link, as number of GPUs and link. They are
-            in ascending order: first parts of a node, then groups of several nodes, such as the
-            nodes on one switch.
+        islands: Groups of neighbouring GPUs with a fast link. Each entry is the number of GPUs in a
+            group, and the link. Entries are in ascending order: first parts of a node, then groups
+            of several nodes, such as the nodes on one switch.
         network: Speed of the node's link to the network. ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
         zone: Name of the node's availability zone. A cluster may have a special link between zones,
             which then connects nodes in different zones.
-        slowness: Factor on all measured durations of the node, 1 if it is as fast as measured.
+        slowness: Factor by which all measured durations are multiplied on this node. 1 if it is as
+            fast as measured.
         like: Name of another type that has the same links. If empty, the type's own name is used.
     """
 
@@ -223,7 +224,7 @@ class NodeType:
         return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
-        """Returns the smallest island that groups of ``gpus`` neighbouring GPUs divide evenly.
+        """Returns the smallest island that consists of whole groups of ``gpus`` neighbouring GPUs.
 
         An island is a group of GPUs with a fast link. Groups of at most one node are searched for
         in parts of a node, and larger groups in islands of several nodes. If such a group would
@@ -254,7 +255,8 @@ class NodePool:
     Attributes:
         type: Type of the nodes.
         count: Number of nodes.
-        hosts: Host names of the nodes, if known. A part of a cluster keeps all names.
+        hosts: Host names of the nodes, if known. If the number of nodes is reduced, all names are
+            kept.
     """
 
     type: NodeType
@@ -325,8 +327,8 @@ class Cluster:
         """Returns the cluster with a different memory size per GPU.
 
         Args:
-            times: Factor on the memory size.
-            more_bytes: Number of bytes to add after that.
+            times: Factor by which the memory size is multiplied.
+            more_bytes: Number of bytes to add to the multiplied size.
         """
         groups = tuple(
             replace(
@@ -367,8 +369,8 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory size in bytes by name of GPU, from a profile. It is used for node types
-            whose memory the file does not contain.
+        memories: Memory size of each type of GPU in bytes, from a profile, by the GPU's name. It is
+            used for node types whose memory the file does not contain.
 
     Raises:
         ConfigError: The file cannot be read, or one of its keys is invalid.
@@ -430,7 +432,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Makes a node type from an entry of ``nodes``. ``key`` names the entry in messages."""
+    """Makes a node type from an entry of ``nodes``. ``key`` names the entry in error messages."""
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
     if "memory" in entry:
@@ -489,7 +491,8 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
     Args:
         entry: Entry with bandwidth and latency, or ``None``.
         key: Name of the entry in error messages.
-        shared: Whether pairs of GPUs share the link, if the entry does not say so.
+        shared: Default for whether pairs of GPUs share the link's bandwidth. The entry overrides
+            it.
     """
     if entry is None:
         return None

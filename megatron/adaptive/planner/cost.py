@@ -252,7 +252,9 @@ def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
-    """Returns durations, launch times and communication times, as :class:`StageSums` has them.
+    """Returns each stage's duration, launch time and communication time, in seconds.
+
+    The arrays are fields of :class:`StageSums`.
 
     Args:
         rank_of: Pipeline rank of each stage.
@@ -278,7 +280,7 @@ def _durations(
 def _memory(
     plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
-    """Returns the memory of a pipeline rank, on its replica with the least free memory."""
+    """Returns the memory that a pipeline rank needs, on its replica with the least free memory."""
     if (widths := dealt_widths(plan)) is not None:
         held = held_of(plan, widths)
         pending = (0.0,) * plan.pp
@@ -309,7 +311,7 @@ def _memory(
 def _messages(
     plan: Plan, placement: Placement, bounds: Any, inputs: PlanInputs, runtime: Runtime
 ) -> tuple[Any, Any, Any]:
-    """Returns latency, occupancy and bytes of messages between stages, ``[2, stages]`` each."""
+    """Returns latency, link occupancy and size of messages between stages, ``[2, stages]`` each."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
@@ -333,7 +335,11 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Times the pipeline: static schedules by their order, run-time rules by simulation."""
+    """Computes the times of the pipeline's ranks, without reduction and optimizer.
+
+    The fixed order of a static schedule gives them directly. Run-time scheduling rules, and stages
+    with unequal numbers of replicas, are simulated.
+    """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
         return _dealt_times(plan, widths, stages.durations_s, latency + occupancy)
@@ -399,7 +405,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan converted to microbatches of equal size, if the trainer can run it so.
+    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run it so.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """

@@ -78,8 +78,8 @@ class _ToolOutputs:
     """Parsed outputs of tools that describe nodes and switches.
 
     Attributes:
-        reports: Nodes described by ``doctor --json``, in the form of an entry in a cluster file.
-        slurm: Nodes described by Slurm, in the same form.
+        reports: Nodes described by ``doctor --json``, each as an entry of a cluster file.
+        slurm: Nodes described by Slurm, each as an entry of a cluster file.
         switches: Level in the network hierarchy and host names of each switch.
         logs: Output texts of ``nvidia-smi -q``, one per node.
         matrices: Output texts of ``nvidia-smi topo -m``, one per node.
@@ -242,7 +242,7 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Adds the values of a report about a node, or about an equal one, to Slurm's entry.
+    """Completes Slurm's entry of a node with a report about this node or an equal one.
 
     Args:
         node: Slurm's entry of the node.
@@ -296,7 +296,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns the switches at or above a level that a host is connected to, highest first."""
+        """Returns the switches that connect a host at level ``least`` or above, highest first."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

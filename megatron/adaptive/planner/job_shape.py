@@ -53,12 +53,12 @@ class Running:
     Attributes:
         model: Model as a list of pieces (parts between two cut points).
         cluster: Nodes of the job. The memory of a GPU is the memory that a process may use.
-        order: Indices of the nodes, in the order of the ranks.
+        order: Indices of the nodes, ordered by rank.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process, if the schedule allows several numbers.
-        whole: Times of the pieces, where the backward pass also computes weight gradients.
-        split: Times of the pieces, where weight gradients are a separate pass. It is used for
+        whole: Times of the pieces if the backward pass also computes weight gradients.
+        split: Times of the pieces if weight gradients are a separate pass. These times are used for
             pipelines of several processes. ``None`` if the schedule has no such pass.
         cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
             one microbatch in all stages of the process. ``None`` for the rule's default.
@@ -370,7 +370,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
-    """Returns an error message if no pipeline size and microbatch size divide the job."""
+    """Returns the error message for a job that no pipeline and microbatch size divide evenly."""
     world = running.cluster.num_gpus
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
@@ -384,7 +384,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns an error message if no option fits into memory."""
+    """Returns the error message for a job of which no option fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "

@@ -2,9 +2,9 @@
 
 The time of a layer comes from a profile if it was measured. Otherwise it is estimated from the
 GPU's data sheet (:func:`make_estimator`). Matrix products run at 70% of the arithmetic peak. All
-other operations move their operands through memory at 80% of the bandwidth. Nothing is faster than
-launching its kernels. An example: a layer with 1e12 operations per forward pass, whose activations
-and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
+other operations move their operands through memory at 80% of the bandwidth. No pass of a layer is
+faster than the launches of its kernels. An example: a layer with 1e12 operations per forward pass,
+whose activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
 
     matrix products    1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -64,9 +64,9 @@ class Runtime:
             while gradients are reduced and while the optimizer runs.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
             The receivers then gather the parts.
-        pipeline: Function that times a pipeline instead of the planner. From the plan and its
-            ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to leave the
-            plan to the planner.
+        pipeline: Function that computes a pipeline's times in place of the planner. From the plan
+            and its ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to
+            leave the plan to the planner.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -138,10 +138,10 @@ def stage_memory(
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
 ) -> StageMemory:
-    """Adds up the memory of a stage's GPU, or of many stages if the arguments are arrays.
+    """Adds up the memory that a stage needs on its GPU. With arrays, computes many stages at once.
 
     Args:
-        model: Model, used for the size of its numbers.
+        model: Model, for the number of bytes per parameter, gradient and optimizer state.
         parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size of the activations that a microbatch keeps in all layers of the rank, in
@@ -149,7 +149,7 @@ def stage_memory(
         held: Maximum number of microbatches in flight, from :func:`in_flight`.
         workspace_bytes: Size in bytes of the largest workspace that a layer needs while it runs.
         dp: Number of data-parallel replicas.
-        settings: Settings of the plan. They say whether replicas divide the optimizer state.
+        settings: Settings of the plan. They decide whether replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
         context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for that
@@ -172,7 +172,7 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Costs of each of the model's layers on one GPU of a replica, as ``[layers] float64``.
+    """Costs of every layer of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
     Times and sizes are those of one microbatch.
 
@@ -182,8 +182,8 @@ class LayerTable:
         backward_s: Time of computing the input gradients in seconds, with recompute.
         weight_s: Time of computing the weight gradients, in seconds. 0 if the profile measured the
             backward pass as a whole.
-        launch_s: Time of kernel launches within ``forward_s``, in seconds. They need no input. The
-            time within ``backward_s`` is the same.
+        launch_s: Time of kernel launches within ``forward_s``, in seconds. Kernels can be launched
+            before the input arrives. The time within ``backward_s`` is the same.
         tp_s: Time of communication within ``forward_s`` and ``backward_s``, in seconds. This is the
             exchange of tokens between experts and, if layers were measured without them, the
             messages between tensor-parallel ranks.
@@ -270,12 +270,13 @@ class _LayerSetup:
         inputs: Model, cluster and profile of layer times.
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        samples: Number of samples per microbatch and rank. It is a fraction if ranks share
+        samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
             sequences.
         settings: Settings of the plan.
-        exchange: Function from :func:`exchange_of` for the time to send tokens to their experts.
-        ring: Function from :func:`context_ring` for the time to send keys and values. They go to
-            the next rank that shares the sequence.
+        exchange: Function that returns the time to send tokens to their experts, made by
+            :func:`exchange_of`.
+        ring: Function that returns the time to send keys and values to the next rank that shares
+            the sequence. It is made by :func:`context_ring`.
     """
 
     inputs: PlanInputs
@@ -416,7 +417,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sums of all ranges of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the sum of every range of ``n`` values, ``[n + 1, n + 1]``.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -425,7 +426,7 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the largest values of all ranges of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the maximum of every range of ``n`` values, ``[n + 1, n + 1]``.
 
     Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
@@ -460,7 +461,7 @@ weight and two moments, and writes the master weight and the moments."""
 
 
 def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
-    """Returns a function that estimates the times of layers that the profile has not measured.
+    """Returns a function that estimates the times of layers that are missing in the profile.
 
     Returns:
         A function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch.
@@ -511,7 +512,7 @@ def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
     """Estimates the optimizer's time per updated parameter, in seconds.
 
     Args:
-        model: Model, used for the size of its numbers.
+        model: Model, for the number of bytes per parameter and the fraction of trained ones.
         gpu: GPU on which the optimizer runs.
     """
     moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained

@@ -27,7 +27,9 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 
 def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
-    """Returns the seconds of a ring all-reduce: ``2 (n - 1)`` messages of one n-th of the tensor.
+    """Returns the time of a ring all-reduce in seconds.
+
+    On a ring of n ranks, it takes ``2 (n - 1)`` messages, each with 1/n of the tensor.
 
     Args:
         link: Slowest link on the ring.
@@ -50,14 +52,14 @@ def exchange_of(
 
     Args:
         inputs: Model, cluster and profile, from which the links are taken.
-        node: Type of one node with such ranks.
-        others: Types of all nodes with such ranks.
-        tp: Number of GPUs per rank, which are neighbours.
+        node: Type of one node whose ranks take part.
+        others: Types of all nodes whose ranks take part.
+        tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks in the exchange.
 
     Returns:
-        Function from the size in bytes of all parts that one rank sends or keeps to the time in
-        seconds.
+        Function that takes the size in bytes of all parts that one rank sends or keeps, and returns
+        the time in seconds.
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
@@ -80,17 +82,18 @@ def exchange_of(
 def context_ring(
     inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long ranks on a ring send to their successors.
+    """Returns a function that computes how long each rank on a ring sends to the next rank.
 
     Args:
         inputs: Model, cluster and profile, from which the links are taken.
-        node: Type of one node with such ranks.
-        others: Types of all nodes with such ranks. The slowest link between them is used.
-        tp: Number of GPUs per rank, which are neighbours.
+        node: Type of one node whose ranks take part.
+        others: Types of all nodes whose ranks take part. The slowest link between these is used.
+        tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks that share a sequence. A ring stays within a node if the ranks fit.
 
     Returns:
-        Function from the number of bytes that each rank sends to the time in seconds.
+        Function that takes the number of bytes that each rank sends, and returns the time in
+        seconds.
     """
     links = [(link_within(inputs, node, min(ranks * tp, node.gpus)), tp)]
     if any((kind.gpus // tp) % ranks for kind in (node, *others)):
@@ -291,7 +294,8 @@ def reduction(
             replica is on the same ring.
 
     Returns:
-        Function from the size in bytes of the gradients on each GPU to the time in seconds.
+        Function that takes the size in bytes of the gradients on each GPU, and returns the time in
+        seconds.
     """
     replicas = places[rank].replicas[::stride]
     if len(replicas) < 2:

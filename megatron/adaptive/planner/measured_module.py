@@ -38,10 +38,11 @@ class MeasuredHost:
     Attributes:
         host: Name of the node.
         type: Name of the node type, the same as in the profile.
-        gpu: Name of its device, the same as in the profile.
+        gpu: Name of the node's GPU or CPU, the same as in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
-        shares_memory: Whether each process may use more memory if there are fewer processes.
+        shares_memory: Whether the node's processes share one memory. Each may then use more if
+            there are fewer processes.
     """
 
     host: str
@@ -66,7 +67,7 @@ class MeasuredModule:
         element_bytes: Size in bytes of an element in most parameters.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
-        most: Number of samples in the largest microbatch that was measured.
+        most: Largest microbatch size that was measured, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
         cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
@@ -180,7 +181,7 @@ class MeasuredModule:
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Returns the cluster that hosts form. For each type, the host with the least memory is used.
+    """Makes a cluster from measured hosts. A node type has the memory of its smallest host.
 
     Args:
         hosts: Nodes of the cluster, as measured.

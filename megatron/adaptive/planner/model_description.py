@@ -24,7 +24,7 @@ ATTENTIONS = ("fused", "kernel", "unfused")
 in the trainer's own layers) keep no scores. ``unfused`` writes all scores into memory and keeps
 them."""
 RECOMPUTE = ("none", "selective", "full")
-"""Parts of a forward pass that the backward pass repeats: none, only attention, or the layer."""
+"""Parts of a forward pass that the backward pass repeats: none, attention only, or whole layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Precision:
     Attributes:
         name: Name of the number format, such as ``bf16``.
         element_bytes: Size of an activation's element in bytes, in memory and in messages.
-        parameter_bytes: Size in bytes of a weight that layers read.
+        parameter_bytes: Size in bytes of a weight, in the copy that layers read.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
         optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. The
             distributed optimizer divides it among replicas.
@@ -108,12 +108,12 @@ class LayerKind:
         output_elements: Number of elements that are passed to the next layer.
         forward_flops: Number of operations per forward pass, before tensor parallelism divides
             them.
-        attention_flops: Number of these operations that selective recompute repeats.
-        activation_bytes: Size of the kept activations that tensor parallelism divides, in bytes.
-            They are kept for the backward pass.
-        replicated_activation_bytes: Size in bytes of activations kept on every tensor-parallel
-            rank.
-        attention_bytes: Size of the ``activation_bytes`` that selective recompute drops.
+        attention_flops: Number of operations in ``forward_flops`` that selective recompute repeats.
+        activation_bytes: Size in bytes of the activations that tensor-parallel ranks divide and
+            keep for the backward pass.
+        replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
+            rank keeps for the backward pass.
+        attention_bytes: Number of bytes in ``activation_bytes`` that selective recompute drops.
         input_bytes: Size of the layer's input in bytes. Full recompute keeps only this.
         workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
             parallelism divides it.
@@ -123,9 +123,9 @@ class LayerKind:
             backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
             experts are distributed over, the fewer replicas hold each of them.
-        context_bytes: Size of the keys and values that ranks with one sequence exchange, in bytes.
-            The size is for a forward pass, before tensor parallelism divides it. 0 if ranks cannot
-            share a sequence.
+        context_bytes: Size in bytes of the keys and values that ranks exchange if they share a
+            sequence. The size is for a forward pass, before tensor parallelism divides it. 0 if
+            ranks cannot share a sequence.
         routed_bytes: Size of the kept copies of tokens for experts, in bytes. If experts are
             distributed over ranks, the same amount is sent to them and back in a forward pass, and
             again in a backward pass.
@@ -159,7 +159,7 @@ class LayerKind:
     def kept_bytes(
         self, tp: int, recompute: str = "none", *, sequence_parallel: bool = False
     ) -> float:
-        """Returns the bytes per sample that a rank keeps from the forward to the backward pass.
+        """Returns how many bytes per sample a rank keeps from the forward to the backward pass.
 
         Full recompute does not apply to layers that are not counted: embedding and head.
 
@@ -185,7 +185,8 @@ class Model:
         name: Name of the model, by which profiles are matched to models.
         kinds: Every kind of layer, by name.
         layers: Name of each layer's kind in pipeline order, embedding and head included.
-        tokens_per_sample: Number of tokens per sample, for results in tokens per second.
+        tokens_per_sample: Number of tokens per sample, from which the speed in tokens per second
+            follows.
         tied_parameters: Number of weights that embedding and head share, 0 if none. If the first
             and the last stage differ, both have a copy, and add up their gradients. The head's kind
             includes them in its parameters.
@@ -195,7 +196,8 @@ class Model:
         arguments: Megatron's command-line arguments for the model, used in plan files. May be
             empty.
         expert_ranks: Numbers of ranks that the experts can be distributed over, including 1.
-        sequence: Number of tokens per sample that ranks can divide. 1 if they cannot divide it.
+        sequence: Number of tokens per sample that ranks can divide among themselves. 1 if they
+            cannot divide a sample.
         has_own_kernels: Whether the trainer's own layers compute attention without keeping scores.
             They can compute weight gradients in a separate pass. If ranks share a sequence, they
             gather its keys and values.

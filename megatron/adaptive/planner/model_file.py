@@ -44,7 +44,7 @@ ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    """Returns the sizes of a BERT or T5 model in Megatron-LM.
+    """Returns the sizes of a BERT or T5 preset, as Megatron-LM builds the model.
 
     Unlike the original, Megatron's T5 has learned positions, one shared embedding, and biases.
     """
@@ -87,7 +87,7 @@ PRESETS: Mapping[str, TransformerShape] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names of all presets, of the trainer and of the planner alone."""
+    """Returns the names of all presets: the trainer's, and those that only the planner knows."""
     return (*MODELS, *PRESETS)
 
 
@@ -142,7 +142,7 @@ def arguments_model(
         name: Name of the model, by which profiles are matched to models.
         precision: Number format, which overrides ``--fp16`` and ``--bf16``. Without any, it is
             fp32, which is also the default of a run.
-        attention: Implementation of attention for arguments that do not decide it. It is one of
+        attention: Implementation of attention, if the arguments do not choose one. It is one of
             ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
             attention scores is still counted if no kernel supports the model's attention.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -172,7 +172,8 @@ def settings_model(
         settings: Values of the model's settings, by the names of their fields.
         name: Name of the model, by which profiles are matched to models.
         precision: Number format: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, as in :func:`arguments_model`.
+        attention: Implementation of attention, one of ``ATTENTIONS``, if the settings do not choose
+            one.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -184,13 +185,13 @@ def settings_model(
 
 
 class _ModelSource(NamedTuple):
-    """Holds what describes a model.
+    """Name, arguments and settings of the trainer that together describe a model.
 
     Attributes:
         name: Name of the model.
-        arguments: Arguments of the trainer that describe the model, for the run.
-        parsed: Arguments of the trainer that are not among ``settings``.
-        settings: Values of settings, by the names of their fields.
+        arguments: Command-line arguments with which a training run builds the model.
+        parsed: Command-line arguments to parse here, in addition to ``settings``.
+        settings: Values of the trainer's settings, by the names of their fields.
     """
 
     name: str
@@ -200,7 +201,10 @@ class _ModelSource(NamedTuple):
 
 
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
-    """Returns a model; arguments as in :func:`arguments_model`."""
+    """Builds the model that a source describes.
+
+    The other arguments are those of :func:`arguments_model`.
+    """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
     attention = attention or usual_attention(on_gpus=False)
@@ -231,7 +235,10 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Returns the arguments of the model and its precision, and always a vocabulary size."""
+    """Selects the arguments about model and precision.
+
+    If there is no vocabulary size, it is added.
+    """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
     has_vocabulary = any(argument.split("=")[0] == "--vocab-size" for argument in kept)
@@ -245,7 +252,7 @@ def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[st
 
 
 def usual_attention(*, on_gpus: bool) -> str:
-    """Returns how runs compute attention with the packages installed here, one of ``ATTENTIONS``.
+    """Returns how a run computes attention with the installed packages, one of ``ATTENTIONS``.
 
     Args:
         on_gpus: Whether the training runs use GPUs.
@@ -312,7 +319,8 @@ def trainer_shape(
         config: Settings of the training run.
         name: Name of the model.
         arguments: Command-line arguments that the settings were read from.
-        device: Type of the devices, ``cuda`` or ``cpu``. The attention kernel depends on it.
+        device: Type of device that trains the model, ``cuda`` or ``cpu``. It decides the attention
+            kernel.
     """
     model = config.model
     core = config.core
@@ -361,7 +369,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer has the attention window. Empty if all layers are equal.
+    """Returns whether each layer uses the attention window. Empty if all layers are equal.
 
     Raises:
         ConfigError: The window pattern has another number of layers than the model.
@@ -391,7 +399,7 @@ def _precision(config: PrecisionConfig) -> Precision:
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
-    """Returns whether attention keeps no scores in memory in a run with these settings."""
+    """Returns whether a run with these settings computes attention without keeping its scores."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
         # If scores are bounded (soft-capped), the trainer's own layers compute attention and keep
@@ -462,7 +470,7 @@ def read_model(
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
         precision: Number format, which overrides that of the model.
         default: Number format for models that do not name one.
-        attention: Implementation of attention for models that do not decide it. It is one of
+        attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -503,7 +511,7 @@ def read_model(
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Makes a model from a model file's contents; other arguments as in :func:`read_model`."""
+    """Makes a model from a model file's contents. Other arguments are as in :func:`read_model`."""
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)

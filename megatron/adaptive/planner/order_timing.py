@@ -164,8 +164,8 @@ def step_times(
         launch_s: Time within ``durations_s`` in which the CPU launches kernels, in seconds. The
             array is ``[3, stages]``. A rank can launch kernels while it waits for the input.
             ``None`` if there is no such time.
-        factors: Factor on the duration of each action, in the order of ``steps``. The array is
-            ``[actions]``, or one number applies to all actions.
+        factors: Factor by which each action's duration is multiplied, in the order of ``steps``.
+            The array is ``[actions]``, or one number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
@@ -236,7 +236,8 @@ def _compiled_steps() -> Any:
 
 
 DRAWS = 32
-"""Number of simulated steps. With this number, the mean delay is accurate to about a tenth."""
+"""Number of steps simulated to find the mean delay by jitter. With this number, the mean is
+accurate to about a tenth."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:

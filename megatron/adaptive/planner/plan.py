@@ -1,4 +1,4 @@
-"""Defines plans and predictions, and writes them as plan files, tables and other programs' files.
+"""Defines plans and predictions, and writes them as plan files, tables or other programs' files.
 
 ``config.plan_file`` reads the plan files back.
 """
@@ -28,17 +28,18 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import catalog
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's flags for fp8. A model that is planned in fp8 has them among its arguments."""
+"""Megatron-LM's command-line flags for training in fp8. The arguments of a model that is planned in
+fp8 contain these flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage. They are neighbours on one node.
+    """GPUs of one data-parallel replica of a stage. They have consecutive indices on one node.
 
     Attributes:
         node: Index of the node in the cluster.
         gpu: Index of the replica's first GPU within the node.
-        tp: Number of GPUs, which is the tensor-parallel size.
+        tp: Number of GPUs of the replica (the tensor-parallel size).
     """
 
     node: int
@@ -48,10 +49,10 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """GPUs of one pipeline rank, and its microbatch size.
+    """GPUs on which one pipeline rank runs, and its microbatch size.
 
     Attributes:
-        replicas: Data-parallel replicas of the rank, in the order of data-parallel ranks.
+        replicas: Data-parallel replicas of the pipeline rank, ordered by data-parallel rank.
         micro_batch: Number of samples per microbatch on each replica. Stages with unequal parallel
             sizes have the same number only if microbatches are distributed to the replicas
             (``cost.as_run``). Otherwise, ``micro_batch * len(replicas)`` is the same on all stages.
@@ -71,8 +72,10 @@ class StageSettings:
         overlap_reduce: Whether gradients are reduced while backward passes still run.
         sequence_parallel: Whether sequence parallelism is on. Tensor-parallel ranks then also
             divide the activations outside of attention and MLP.
-        expert_ranks: Number of neighbouring replicas that the experts are distributed over.
-        context_ranks: Number of neighbouring ranks that share each sequence (context parallelism).
+        expert_ranks: Number of consecutive replicas that the experts are distributed over
+            (expert-parallel size).
+        context_ranks: Number of consecutive ranks that divide each sequence among themselves
+            (context-parallel size).
     """
 
     recompute: str = "none"
@@ -99,8 +102,9 @@ class Plan(StageSettings):
     """Parallel sizes, layers, nodes and settings with which a model runs on a cluster.
 
     Attributes:
-        tp: Tensor-parallel size. If stages differ, the largest.
-        dp: Number of data-parallel replicas. If stages differ, that of the first stage.
+        tp: Tensor-parallel size. If stages have different sizes, the largest.
+        dp: Number of data-parallel replicas. If stages have different numbers, that of the first
+            stage.
         pp: Number of pipeline ranks.
         chunks: Number of stages (model chunks) per pipeline rank.
         micro_batch: Number of samples per microbatch on one replica of the first stage.
@@ -108,8 +112,8 @@ class Plan(StageSettings):
         schedule: Name of the pipeline schedule, a value of ``--pipeline-schedule``.
         partition: Number of layers of each stage in pipeline order, ``[pp * chunks]``. Embedding
             and head are included.
-        places: GPUs of each pipeline rank, ``[pp]``. Ranks that share a sequence are each counted
-            as a replica, so a stage has ``dp * context_ranks`` replicas.
+        places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
+            replica, so a stage has ``dp * context_ranks`` replicas.
     """
 
     tp: int
@@ -129,7 +133,7 @@ class Plan(StageSettings):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Indices of the nodes in use, in the order of the ranks on them."""
+        """Indices of the nodes that the plan uses, ordered by rank."""
         nodes = [replica.node for stage_place in self.places for replica in stage_place.replicas]
         return tuple(dict.fromkeys(nodes))
 
@@ -145,7 +149,7 @@ class Plan(StageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory in bytes on the GPU of a pipeline rank that needs the most.
+    """Memory that one pipeline rank needs on its fullest GPU, in bytes.
 
     Attributes:
         parameter_bytes: Size of the weights in bytes.
@@ -165,9 +169,9 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all parts in bytes, without the limit."""
+        """Memory that the rank needs in total, in bytes."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # an array in the search, which computes many stages at once
+        total: float = sum(parts)  # an array if the parts are arrays, as in the search
         return total
 
     @property
@@ -184,9 +188,9 @@ class StagePrediction:
         forward_s: Time of one microbatch's forward pass in all chunks of the rank, in seconds.
         backward_s: Time of one microbatch's backward pass in all chunks of the rank, in seconds. It
             includes weight gradients and recompute.
-        send_s: Time of one message to the next stage, in seconds.
+        send_s: Time to send one message to the next stage, in seconds.
         bubble: Idle fraction of the pipeline's time, from 0 to 1.
-        memory: Memory of the rank's fullest GPU.
+        memory: Memory that the rank needs on its fullest GPU.
     """
 
     forward_s: float
@@ -202,7 +206,7 @@ class Prediction:
 
     Attributes:
         seconds: Time of one step in seconds.
-        parts: Times in seconds that add up to ``seconds``, by the name of the part. Names are
+        parts: Parts of the step time in seconds, by name. They add up to ``seconds``. Names are
             ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
             ``optimizer``. If the profile has measured them, also ``jitter``, and ``beside`` for all
             other work in a step.
@@ -238,14 +242,14 @@ class Prediction:
 def place_ranks(
     cluster: Cluster, order: Sequence[int], *, tp: int, dp: int, pp: int, micro_batch: int
 ) -> tuple[StagePlace, ...]:
-    """Places stages with equal parallel sizes on nodes in the order of the ranks.
+    """Assigns GPUs to every pipeline rank of a plan whose stages have equal parallel sizes.
 
-    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank. The ranks fill
-    one node after the other.
+    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank. Ranks are
+    assigned in ascending order, and fill one node after the other.
 
     Args:
         cluster: Cluster with the nodes.
-        order: Indices of the nodes to use, in the order of the ranks.
+        order: Indices of the nodes to use, ordered by rank.
         tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of data-parallel replicas.
         pp: Number of pipeline ranks.
@@ -267,7 +271,7 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Places one stage on nodes, after ``position`` stages with the same parallel sizes.
+    """Assigns GPUs to one stage, which follows ``position`` stages with the same parallel sizes.
 
     The arguments have the same meaning as those of :func:`place_ranks`.
 
@@ -354,7 +358,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def _gpus_used(plan: Plan) -> Counter[int]:
-    """Returns the number of GPUs in use per node index, in the order of the ranks."""
+    """Returns how many GPUs a plan uses on each node, by node index, ordered by rank."""
     used = Counter[int]()
     for stage_place in plan.places:
         for replica in stage_place.replicas:
@@ -363,7 +367,7 @@ def _gpus_used(plan: Plan) -> Counter[int]:
 
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the plan's nodes in the order of the ranks, with equal neighbours as one group."""
+    """Returns the plan's nodes ordered by rank, with consecutive equal nodes merged into groups."""
     kinds = [(cluster.nodes[node].name, count) for node, count in _gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
@@ -409,8 +413,8 @@ def conf_text(document: Mapping[str, Any]) -> str:
 
 
 EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
-"""Formats of a plan besides tables: Megatron-LM's flags, torchtitan's TOML, shell variables for
-``conf.sh``, a command for Slurm, and the plan file."""
+"""Formats in which a plan can be exported: Megatron-LM's flags, torchtitan's TOML, shell variables
+for ``conf.sh``, a command for Slurm, and the plan file."""
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
@@ -420,7 +424,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
         document: Contents of the plan file, made by :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
         arguments: The trainer's command-line arguments that describe the model. May be empty.
-        file: Name of the plan file, which the command for Slurm contains.
+        file: Name of the plan file, to which the Slurm command refers.
 
     Raises:
         ConfigError: The other program cannot run such a plan.
@@ -570,7 +574,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table lines with the figures of predictions, and their change from the first plan."""
+    """Returns table lines with predicted values of plans, and the change from the first plan."""
     lines = []
     figures = [
         {
@@ -590,11 +594,11 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Returns whether a step is slower or faster than the first one, and which parts differ most.
+    """Returns whether a plan is slower or faster than the first plan, and which parts differ most.
 
     Args:
-        prediction: Prediction of a plan, as in the plan file.
-        first: Prediction of the plan to compare with, as in the plan file.
+        prediction: Prediction of the plan, in the form that a plan file contains.
+        first: Prediction of the plan to compare with, in the same form.
         first_name: Name of the plan file to compare with.
     """
     parts, base = prediction["parts_s"], first["parts_s"]
@@ -648,7 +652,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     Args:
         rows: Plans with their predictions, best first, at least one.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens of the training run, for its price and time. 0 omits both.
+        tokens: Number of tokens of the whole training run, from which its time and price are
+            computed. 0 omits both.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {
@@ -704,7 +709,7 @@ def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Returns the plan's nodes in the order of the ranks, such as ``2 a100 x 8, 1 v100 x 4``."""
+    """Returns the plan's nodes as text, ordered by rank, such as ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
         f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
         for group in placement_groups(plan, cluster)

@@ -65,7 +65,7 @@ class LayerTimes:
         return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns a copy with the work multiplied by a factor. Launch times are not changed."""
+        """Returns a copy with times and kept bytes multiplied by a factor, but not launch times."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -96,7 +96,7 @@ class Profile:
         context_bytes: Memory of a process without tensors in bytes, by GPU. For other GPUs, the
             value of ``layer_costs.Runtime`` is used.
         allocator_share: Memory that the allocator keeps in addition to tensors, by GPU. It is a
-            fraction of activations and workspace. Only for models in host memory.
+            fraction of activations and workspace, and only set for models in host memory.
         estimator: Function that estimates times that were not measured. Its arguments are kind of
             layer, GPU, number of tensor-parallel ranks and microbatch size. If it is ``None``, a
             missing time is an error.
@@ -241,7 +241,7 @@ class PlanInputs:
         return {}
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time of an action in addition to its layers, on the slowest of some nodes."""
+        """Returns how many seconds an action takes besides its layers, on the slowest node."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

@@ -91,12 +91,13 @@ def document(
         model: Name of the model, and its arguments or layers.
         layers: Rows with the times of layers, in seconds.
         made: Time of the measurement, from :func:`timestamp`.
-        nodes: Facts about the nodes that took part, by type of node.
+        nodes: Properties of the measured nodes, by type of node.
         links: Rows with the latency and bandwidth of links between GPUs.
         all_reduce: Rows with the bandwidth of all-reduces within a node.
         optimizer_s_per_parameter: Time of the optimizer per parameter in seconds, by GPU.
         step_s: Time of a step outside of pipeline, reduction and optimizer in seconds, by GPU.
-        action_sigma: Standard deviation of the logarithm of an action's time, from 0.
+        action_sigma: Standard deviation of the logarithm of an action's time. 0 if times do not
+            vary.
         launch_s: Time of an action outside of its layers in seconds, by GPU.
 
     Raises:
@@ -255,11 +256,11 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns a value that a profile contains for each node, by the name of the node's GPU.
+    """Returns one property of the nodes in a profile, by the name of each node's GPU.
 
     Args:
         content: Contents of a profile file.
-        fact: Key of the value, such as ``memory_bytes``.
+        fact: Key of the property, such as ``memory_bytes``.
     """
     return {
         _gpu(node["gpu"]): float(node[fact])
@@ -376,7 +377,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Refuses a profile whose layers differ from a model's. The number of layers may differ.
+    """Raises an error if the layers of a profile differ from a model's. Their number may differ.
 
     Args:
         content: Contents of the profile file.

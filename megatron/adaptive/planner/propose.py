@@ -63,8 +63,8 @@ class Request:
     Attributes:
         global_batch: Number of samples per step.
         objective: Quantity to minimise, and limits that plans must keep.
-        options: Settings that the search may choose. Their ``partition`` omits embedding and head,
-            as ``--partition`` does, unlike in the search itself.
+        options: Settings that the search may choose. Here, ``partition`` does not count embedding
+            and head, like ``--partition``. In the search itself, it does.
     """
 
     global_batch: int
@@ -78,7 +78,7 @@ class Proposal:
 
     Attributes:
         rows: Plans that the trainer accepts, best first.
-        result: Result of the search, with its lower bound.
+        result: Result of the search, including its lower bound on the objective.
         refused: Reasons why the trainer refused other plans that the search found.
     """
 
@@ -150,14 +150,14 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons against all others."""
+    """Returns the plans that the trainer accepts, and the reasons why it refuses the others."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns why the trainer's configuration refuses a plan, or an empty text if it accepts.
+    """Returns why the trainer refuses a plan's configuration, or an empty text if it accepts.
 
     A model that was not described by the trainer's arguments cannot be checked, so its plans are
     accepted.
@@ -188,13 +188,13 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     """Compares a plan with its neighbours, and returns a line of text for each neighbour.
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or the recompute or schedule is another. All other settings are chosen
+    by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
     again within the request. The line says how much slower the best such plan is, or how much
     memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: User's request that the plan answers.
+        request: User's request for which the plan was found.
         best: Plan to compare with its neighbours.
     """
     plan = best.plan
@@ -254,7 +254,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the number of layers per stage, as ``--partition`` omits both."""
+    """Adds embedding and head to the layers per stage, because ``--partition`` leaves them out."""
     if not partition:
         return ()
     try:
@@ -314,9 +314,9 @@ def pareto(
             ignored.
 
     Returns:
-        Plans with rising time and falling price per step, where the price is their ``value``. Also
-        the largest fraction of time by which an unsearched plan may be faster than the front, 0 if
-        all were searched.
+        Plans with rising time and falling price per step; ``Found.value`` is the price. Also the
+        largest fraction of time by which an unsearched plan may be faster than the front, 0 if all
+        were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -330,7 +330,10 @@ def pareto(
 
 
 class _Points(Best):
-    """Keeps the Pareto front, by rising time. Levels are ordered by their time's lower bound."""
+    """Keeps the plans of the Pareto front, fastest first.
+
+    The search visits levels (sets of nodes) by ascending lower bound of their step time.
+    """
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(0, objective)
@@ -343,8 +346,8 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # This point beats any plan that takes at least as long and costs at least as much. So a
-            # useful plan must be below both.
+            # A new plan is only useful if it is faster or cheaper than this point. At this price
+            # per hour, it is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
         return most
@@ -358,7 +361,11 @@ class _Points(Best):
         self.points = sorted(kept, key=lambda point: point.seconds)
 
     def slack(self, seconds: float, price: float) -> float:
-        """Returns the fraction of time by which a lower bound is below the front, at least 0."""
+        """Returns how far a lower bound of the step time is below the front.
+
+        The result is a fraction of the front's step time, and 0 if the bound is not below the
+        front.
+        """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
@@ -406,9 +413,9 @@ def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     """Writes an HTML page with charts of plans, as one file without links to other files.
 
-    The first chart has all plans, by speed and price. If there are no prices, it has speed and
-    memory of the fullest GPU. Two more charts describe the first plan: the memory of each rank, and
-    the simulated step.
+    The first chart shows all plans by speed and price. If there are no prices, it shows the memory
+    of the fullest GPU instead of the price. Two more charts describe the first plan: the memory of
+    each rank, and the simulated step.
 
     Args:
         rows: Plans with their predictions, best first.
@@ -521,11 +528,11 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Refuses contradictory requests before the search starts.
+    """Raises an error if a request contradicts itself, the model or the cluster.
 
     Args:
-        request: User's request, whose partition leaves out embedding and head.
-        options: Options of the request, with embedding and head in the partition.
+        request: User's request. Its partition does not count embedding and head.
+        options: Options of the request. Their partition counts embedding and head.
         inputs: Model, cluster and profile of layer times.
 
     Raises:
@@ -558,7 +565,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
 
 
 def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Refuses numbers of ranks that a model or its nodes cannot be divided among.
+    """Raises an error if model or nodes cannot be divided among the given numbers of ranks.
 
     Raises:
         ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
@@ -597,28 +604,28 @@ def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns numbers as the comma-separated value of a flag."""
+    """Returns numbers separated by commas, as the value of a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors by which the number of nodes is multiplied to find a remedy."""
+"""Factors by which the number of nodes is multiplied, to find a cluster on which the model fits."""
 _CLOSE = 1e-3
-"""Relative accuracy of the lowest price that an error message names."""
+"""Relative accuracy to which the lowest possible price in an error message is computed."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
 _NO_LIMIT = 1e15
-"""Memory size in bytes that suffices for every model."""
+"""Number of bytes added to each GPU's memory so that every model fits."""
 _MORE = 16
 """Number of additional plans to search for if the trainer refuses some."""
 _MOST_BARS = 20_000
 """Maximum number of actions per step drawn on a report page."""
 _NEAR = 0.01
-"""Relative accuracy of the missing memory that an error message names."""
+"""Relative accuracy to which the missing memory in an error message is computed."""
 _FEW_LEVELS = 500
 """Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan. The
 nearest plan is the one that lacks the least memory."""
@@ -698,7 +705,7 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields changes that make a plan fit in memory, the smallest of each kind, as text.
+    """Yields texts that describe changes with which a plan fits, the smallest change of each kind.
 
     Args:
         find: Function that returns a plan that fits, or ``None``.
@@ -735,7 +742,7 @@ def _remedies(
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns a message with the limits that no plan keeps, though plans exist without limits."""
+    """Returns an error message that names the limits because of which no plan was found."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):
@@ -754,7 +761,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of a limit that a plan can keep beside other limits.
+    """Returns a text with the lowest value of one limit that a plan can keep with the others.
 
     Args:
         searcher: Searcher for the user's request.

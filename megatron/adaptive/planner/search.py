@@ -18,8 +18,8 @@ The search is a branch and bound over three levels of choices::
 The search is limited in the number of pipelines that it times and in CPU seconds. If a limit ends
 the search early, the result says by how much an unsearched plan can be better at most. For example,
 :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
-unsearched plans is 97 ms. If a cluster has too many orders of nodes, only some are searched. A
-weaker bound over all orders then applies (``stage_classes.capacity_bound``).
+unsearched plans is 97 ms. If the nodes can be ordered in too many ways, only some orders are
+searched. A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
 
 The search itself times only the 1F1B schedule. Its order of actions is fixed, so a plan never gets
 slower when a duration shrinks, and lower bounds are valid. If other schedules are allowed, the
@@ -85,8 +85,9 @@ _CHUNKED = {
     "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
     "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
 }
-"""Static schedules with several chunks per rank, by name. Each has the numbers of chunks per rank
-to try, and the names of all schedules with the same placement of stages on ranks."""
+"""Static schedules with several chunks per rank, by name. A value has two parts: the numbers of
+chunks per rank to try, and the names of all schedules with the same placement of stages on
+ranks."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """Names of all schedules that the search can choose."""
 _WHOLE_BACKWARD = selectable_names(
@@ -95,13 +96,13 @@ _WHOLE_BACKWARD = selectable_names(
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate per shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
-"""Factor on the best step time so far. A 1F1B pipeline that is slower than this is not timed under
-other schedules. A 1F1B step takes at most the time of one microbatch through all stages plus the
-work of the busiest rank. Both are lower bounds for every schedule, so no other schedule takes less
-than half as long."""
+"""Limit on a 1F1B pipeline's step time, divided by the best step time so far. Above this limit, the
+pipeline is not timed under other schedules. A 1F1B step takes at most the time of one microbatch
+through all stages plus the work of the busiest rank. Both are lower bounds for every schedule, so
+no other schedule takes less than half as long."""
 _NO_HOPE = 1.08
-"""Factor on the best step time so far. If a first partition into chunks is slower than this, it is
-not improved further."""
+"""Limit on the step time with a first partition into chunks, divided by the best step time so far.
+Above this limit, the partition is not improved further."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while layers are moved between stages."""
 
@@ -111,11 +112,11 @@ class SearchShape:
     """A combination of parallel sizes, microbatch size and memory settings, with its bounds.
 
     Attributes:
-        classes: Classes of nodes on which its stages can run.
+        classes: Stage classes (parallel sizes and node types) that a pipeline of the shape can use.
         choice: Settings that all stages share.
-        bound_s: Lower bound of the step time in seconds, before any visit.
-        least_s: Lower bound of the step time in seconds, after a complete visit.
-        least_value: Lower bound of the step time or price to minimise, after the first visit.
+        bound_s: Lower bound of the step time in seconds, known before the shape is searched.
+        least_s: Lower bound of the step time in seconds, known after a complete visit.
+        least_value: Lower bound of the objective (step time or price), known after the first visit.
         partial: Whether the visit skipped some orders of nodes.
     """
 
@@ -140,8 +141,8 @@ class _Goal(NamedTuple):
         seconds: Lower bound of the step time in seconds.
         level: Index of the level in ``DpStates``.
         price: Price per hour of the nodes that the level uses.
-        likely_s: Estimated step time in seconds. It is below the lower bound for 1F1B if other
-            schedules than 1F1B are allowed.
+        likely_s: Estimated step time in seconds. If schedules other than 1F1B are allowed, it is
+            below the lower bound for 1F1B.
     """
 
     value: float
@@ -157,9 +158,9 @@ class _Bounded(NamedTuple):
     Attributes:
         shape: Combination of parallel sizes and settings that all its pipelines share.
         levels: Levels of the shape, each a set of nodes with the class of its first stage.
-        arrays: Costs and graph of levels, a ``search_kernel.ShapeArrays``.
+        arrays: Costs of all possible stages and graph of levels, a ``search_kernel.ShapeArrays``.
         bounds: Lower bounds of every level, computed by ``search_kernel.bound_levels``.
-        goals: Levels that are worth searching, lowest bound first.
+        goals: Levels whose bound is below the best plans so far, lowest bound first.
     """
 
     shape: SearchShape
@@ -207,7 +208,8 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Step times of other schedules are estimated with about a third of 1F1B's idle time.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
+        # time.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -378,13 +380,14 @@ class Searcher:
         The bound is the largest of three:
 
         - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle at
-          first, while r stages of at least one layer each run their first forward pass.
-        - Time of one microbatch forward through all layers and back.
+          first, until the r stages before it have each run the forward pass of at least one layer.
+        - Time of one microbatch's forward and backward pass through all layers.
         - Memory: a microbatch's activations stay in memory between its forward and backward pass.
-          Only as many microbatches are in flight as fit beside the weights.
+          So only as many microbatches are in flight as fit into the memory that the weights leave
+          free.
 
         Args:
-            classes: Classes of nodes on which stages can run.
+            classes: Stage classes that the pipeline can use.
             choice: Settings that all stages share.
             nodes: Number of nodes of each type that may be used.
             most_stages: Maximum number of pipeline ranks.
@@ -434,7 +437,7 @@ class Searcher:
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes a lower bound for each node set of a shape, and lists those worth searching."""
+        """Computes a bound for each set of nodes of a shape, and lists the sets worth searching."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -479,8 +482,8 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule probably has only a part of 1F1B's idle time, so the estimate
-                # contains only that part.
+                # The best schedule is probably idle for only a part of 1F1B's idle time, so the
+                # estimate contains only that part.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
                 goals.append(_Goal(best.value(seconds, price), seconds, level, price, likely_s))
@@ -489,7 +492,7 @@ class Searcher:
     def visit(
         self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
-        """Searches all node sets of a shape whose bound is below the time of the best plans so far.
+        """Searches all sets of nodes of a shape whose bound is below the best plans so far.
 
         Args:
             shape: Combination of parallel sizes to search, from the list of :meth:`shapes`.
@@ -520,10 +523,10 @@ class Searcher:
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
     def _visit_first(self, shape: SearchShape, best: Best) -> None:
-        """Computes the bounds of all node sets of a shape, and searches the most promising set.
+        """Computes the bounds of all sets of nodes of a shape, and searches the most promising set.
 
-        If there are many orders of nodes, only those with nodes of one type side by side are
-        searched.
+        If the nodes can be ordered in too many ways, only orders with nodes of one type side by
+        side are searched.
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
@@ -541,7 +544,7 @@ class Searcher:
     def _capacity_s(self, shape: SearchShape) -> float:
         """Returns a lower bound of a shape's step time, and stores it in the shape.
 
-        It is the larger one of the present bound and ``stage_classes.capacity_bound``.
+        The result is the larger of the present bound and ``stage_classes.capacity_bound``.
         """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)
@@ -618,12 +621,14 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields a pipeline with its step time under other schedules than 1F1B, if memory suffices.
+        """Yields plans that run a 1F1B pipeline under other schedules, with their step times.
+
+        Plans that do not fit into memory are left out.
 
         Args:
             plan: Pipeline with the 1F1B schedule.
-            classes: Stage class of each of its ranks.
-            bounded: Shape of the pipeline, with its bounds.
+            classes: Stage class of each rank of the pipeline.
+            bounded: Shape of the pipeline, with the bounds of its levels.
             best: Best plans so far.
             price: Price per hour of the pipeline's nodes.
             least_s: Step time in seconds under 1F1B, or infinity if it is not known.

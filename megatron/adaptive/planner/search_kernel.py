@@ -143,8 +143,8 @@ class LevelBounds(NamedTuple):
     Attributes:
         ends: Lower bound of the time until the last backward pass of the level's first stage ends.
             It is ``D`` of the module's docstring, and counts from the start of this stage.
-        done: Lower bound of the time until all stages of the level end, with the optimizer. It is
-            ``Z`` of the module's docstring, and includes the gradient reductions.
+        done: Lower bound of the time until all stages of the level have finished, including
+            gradient reductions and the optimizer step. It is ``Z`` of the module's docstring.
         trips: Time from the start of a forward pass in the level's first stage to the end of the
             same microbatch's backward pass in that stage.
     """
@@ -228,7 +228,7 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 @_compiled
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Bounds the time from a stage's first input to the end of its last backward pass.
+    """Returns the least time from a stage's first input to the end of its last backward pass.
 
     The bound is the larger of ``span`` and ``rounds`` of the module's docstring, and of the time on
     a link that each microbatch keeps busy for ``link`` seconds.
@@ -247,7 +247,10 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the seconds of a message forward and of one back, and the longer link occupancy."""
+    """Returns the time of a message forward, that of one back, and the longer link occupancy.
+
+    All three are in seconds.
+    """
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
     latency = shape.latency
@@ -256,7 +259,7 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers a level's bounds, so that they also hold for pipelines that take one of its edges.
+    """Lowers a level's bounds, so that they also hold for pipelines that continue over an edge.
 
     Each range of layers is tried as a stage in front of the rest of the pipeline, whose bounds are
     known.
@@ -319,10 +322,11 @@ def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
 
 @_compiled
 def _time_1f1b(walk: Any, p: int, m: int) -> None:
-    """Simulates 1F1B on ``p`` stages with ``m`` microbatches, and writes ends to ``seconds[2]``.
+    """Simulates 1F1B on ``p`` stages with ``m`` microbatches. Writes end times to ``seconds[2]``.
 
-    An end is the time of a stage's last backward pass. Kernels can be launched before the input
-    arrives. A message leaves when its action has ended and the previous message has left the link.
+    A stage's end time is the end of its last backward pass. Kernels can be launched before the
+    input arrives. A message leaves when its action has ended and the previous message has left the
+    link.
     """
     arrive = walk.arrive
     ends = walk.seconds[2]
@@ -359,7 +363,7 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
 
 @_compiled
 def leaf_s(shape: Any, walk: Any, p: int) -> float:
-    """Returns the step time of a walk's ``p`` stages, or infinity if they exceed memory."""
+    """Returns the step time of a walk's ``p`` stages in seconds, or infinity if they do not fit."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):

@@ -40,8 +40,8 @@ class DpStates:
     Attributes:
         arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
         used: For each level, the number of nodes of each type in use.
-        complete: Indices of the levels that use each of their nodes fully.
-        placements: Number of orders of nodes that the complete levels represent.
+        complete: Indices of the levels in which no block of stages lacks a stage.
+        placements: Number of possible orders of nodes that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
     """
 
@@ -66,7 +66,7 @@ def make_dp_states(
     enough.
 
     Args:
-        classes: Classes of nodes on which stages can run.
+        classes: Stage classes (parallel sizes and node types) that a pipeline can use.
         counts: Number of nodes of each type in the cluster.
         most_stages: Maximum number of stages of a pipeline.
         most_levels: Maximum number of levels. If all orders of nodes need more, some are skipped.
@@ -87,11 +87,12 @@ class _Level(NamedTuple):
     """One way in which the last stages of a pipeline use a cluster's nodes (a level of the search).
 
     Attributes:
-        follow: Number of stages after its first stage.
+        follow: Number of stages that follow the level's first stage.
         used: Number of nodes of each type in use.
-        stage_class: Index of the class of its first stage.
-        left: Number of stages that are still missing in its block.
-        more: Number of blocks that are still missing in its run (blocks of one class side by side).
+        stage_class: Index of the class of the level's first stage.
+        left: Number of stages that the first stage's block still lacks.
+        more: Number of blocks that the first stage's run (blocks of one class side by side) still
+            lacks.
     """
 
     follow: int
@@ -152,7 +153,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels whose first stage is on nodes that are not used yet."""
+    """Returns the levels that add a stage on nodes that are not used yet."""
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(

@@ -41,8 +41,8 @@ class SearchOptions:
             combination of parallel sizes.
         most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If more
             are needed, some orders of nodes are skipped.
-        most_cpu_s: CPU seconds per node type. Later, the search skips combinations of parallel
-            sizes, which enlarges the reported gap.
+        most_cpu_s: Limit on CPU seconds per node type. After that, the search skips combinations of
+            parallel sizes, which enlarges the reported gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -132,7 +132,8 @@ class SearchResult:
         bound: Lower bound of the objective's value for every plan in the search space. If stages
             can mix node types in too many ways, it holds only for the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
-        configurations: Number of levels (shape, number of stages and set of nodes) with a bound.
+        configurations: Number of levels (shape, number of stages and set of nodes) that were
+            bounded.
     """
 
     plans: tuple[Found, ...]

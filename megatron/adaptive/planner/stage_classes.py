@@ -1,7 +1,7 @@
 """Prepares the search: classes of equivalent stages, and their costs for every range of layers.
 
 The number of plans of a cluster is huge, but most plans are equivalent, because nodes of one type
-are interchangeable. This module uses this in two steps:
+are interchangeable. This module makes use of that in two steps:
 
 1. *Classes* (:func:`stage_classes`). A class describes the nodes of one stage: how many nodes of
    each type, and the stage's parallel sizes, but not which nodes. If a stage needs only a part of a
@@ -47,7 +47,7 @@ from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stag
 from megatron.adaptive.planner.profile import PlanInputs
 
 _MOST_MIXED = 8
-"""Maximum number of stage classes that need several nodes per stage."""
+"""Maximum number of stage classes with several nodes per stage, for each pair of parallel sizes."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,13 @@ class StageClass:
     """A set of interchangeable stages: they have equal parallel sizes, on nodes of equal types.
 
     Attributes:
-        nodes: Number of nodes of each type per block of stages, in the cluster's order of types.
+        nodes: Number of nodes of each type that a block of stages fills. Types are in the cluster's
+            order.
         tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of replicas. Ranks that share a sequence are each counted as a replica.
         micro_batch: Number of samples per microbatch on each replica.
-        block: Number of stages in a block, which fill its nodes.
+        block: Number of stages in a block. A block is a group of stages that fill their nodes
+            together.
     """
 
     nodes: tuple[int, ...]
@@ -156,7 +158,7 @@ class ShapeChoice(StageSettings):
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Settings of a plan, by the names that they have in a plan."""
+        """Settings that stages share, by name, to pass to ``Plan`` as keyword arguments."""
         return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
@@ -215,7 +217,7 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the cost arrays of shapes, and caches the parts that several shapes share.
+    """Computes the costs of all possible stages as arrays, and caches arrays that shapes share.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -244,11 +246,11 @@ class Tables:
         return self._kept[key]
 
     def place(self, stage_class: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Places a stage of a class on the first nodes of the class's node types.
+        """Assigns GPUs to a stage of a class: those of the first nodes of the types that it needs.
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type to skip. If empty, none are skipped.
+            skip: Number of nodes of each type to skip at the beginning. If empty, none are skipped.
 
         Returns:
             GPUs of the stage, or ``None`` if too few nodes are left.
@@ -411,8 +413,8 @@ class Tables:
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # Launch time is computed as in a prediction, so that both agree: the slowest node type with
-        # launching, minus the slowest without.
+        # Launch time is computed as in a prediction, so that both agree: the slowest node type's
+        # time with kernel launches, minus the slowest node type's time without them.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -466,7 +468,10 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the seconds of reduction and optimizer per layer range, ``[n + 1, n + 1]``."""
+        """Returns the time of gradient reduction and optimizer for every range of layers.
+
+        The array contains seconds, ``[n + 1, n + 1]``.
+        """
         ranks = choice.expert_ranks
 
         def reduced() -> Any:
@@ -531,7 +536,7 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every range of layers that is not a stage.
+    """Returns ``after`` with infinity for every layer range that is no stage of a partition.
 
     Args:
         after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
@@ -546,7 +551,7 @@ def only_partition(after: Any, partition: Sequence[int]) -> Any:
 def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
     """Returns an upper bound of the total rate of a pipeline's stages.
 
-    Takes the fastest node types first, as if a stage could be divided freely among nodes of its
+    Fills the fastest node types first, as if a stage could be divided freely among nodes of its
     type. A rate may also be another quantity that adds up, such as memory in bytes.
 
     Args:
@@ -672,7 +677,8 @@ def _least_s(
         node: Type of the stage's nodes.
         stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the classes with this node type, for the time of reduction and optimizer.
+        sums: Totals of the stage classes that use this node type. They give the time of reduction
+            and optimizer.
 
     Returns:
         Time in seconds by number of layers, ascending, ``[n - 2]``. Infinite if no stage with this

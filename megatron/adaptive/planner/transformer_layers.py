@@ -56,7 +56,7 @@ class TransformerShape:
         norm_biases: Whether normalizations have biases (LayerNorm has, RMSNorm has not).
         tied: Whether embedding and head share their weights.
         dropout: Whether there is dropout. Its masks are kept for the backward pass.
-        fused_attention: Whether attention keeps no scores in memory, as FlashAttention.
+        fused_attention: Whether attention keeps no scores in memory, as in FlashAttention.
         own_attention: Whether the trainer's own layers compute attention. They use torch's kernels,
             rather than Transformer Engine.
         precision: Size in bytes of each kind of number.
@@ -75,8 +75,8 @@ class TransformerShape:
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.
         capacity: Maximum number of tokens per expert divided by the average, 0 for no limit.
-        padded: Whether each expert's input is padded to ``capacity``. Its work is then always the
-            same.
+        padded: Whether each expert's input is padded to ``capacity``. Every expert then has the
+            same work.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
         predictions: Number of multi-token prediction layers, which are on the last stage.
     """
@@ -134,24 +134,24 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Number of elements of a token's queries in all heads."""
+        """Number of elements in one token's queries, over all heads."""
         return self.heads * self.head_width
 
     @property
     def outputs(self) -> int:
-        """Number of elements of a token's outputs in all heads."""
+        """Number of elements in one token's attention output, over all heads."""
         return self.heads * (self.value_width or self.head_width)
 
     @property
     def keys_values(self) -> int:
-        """Number of elements of a token's keys and values in all heads."""
+        """Number of elements in one token's keys and values, over all heads."""
         if self.latent_rank:
             return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Number of attention weights that ranks divide, and number that each rank holds."""
+        """Number of attention weights that tensor parallelism divides, and number on every rank."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -174,10 +174,10 @@ class TransformerShape:
 def build_model(shape: TransformerShape) -> Model:
     """Makes a model from the sizes of a transformer.
 
-    Its kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
-    ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
-    ``head``. If only some layers have an attention window, the names of their kinds end with
-    ``-window``.
+    The model's kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with
+    experts) and ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``,
+    ``decoder`` and ``head``. If only some layers have an attention window, the names of their kinds
+    end with ``-window``.
     """
     windowed = shape.window_layers or (False,) * shape.layers
     with_experts = shape.expert_layers or (shape.experts > 0,) * shape.layers
@@ -332,7 +332,7 @@ def _layer(
     gates = 3 if shape.gated else 2
     inner = ffn + routed * shape.expert_ffn
     scores = _all_scores(shape, tokens, crossed, causal=causal)
-    blocks = 3 if crossed else 2  # attention and feed-forward, which add to the residual
+    blocks = 3 if crossed else 2  # attention, cross-attention and feed-forward blocks
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
     # Dropout keeps the probabilities before and after it, and its mask, for the backward pass.
@@ -433,7 +433,7 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
 
 
 def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the bytes of activations that tensor parallelism divides, without scores.
+    """Returns the size in bytes of activations that tensor parallelism divides, without scores.
 
     Args:
         shape: Sizes of the model.
@@ -462,8 +462,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
     Args:
         shape: Sizes of the model.
-        head: Costs of the head without these layers.
-        layer: Costs of one of these layers.
+        head: Costs of the head without multi-token prediction.
+        layer: Costs of the transformer layer in each multi-token prediction layer.
         name: Name of the new kind.
     """
     count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence
@@ -494,7 +494,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
 
 def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: bool) -> float:
-    """Returns the number of operations for a layer's attention scores, self and cross."""
+    """Returns the number of operations for the scores of a layer's self- and cross-attention."""
     scores = _scores(shape, tokens, tokens, causal=causal)
     if crossed:
         scores += _scores(shape, tokens, crossed, causal=False)

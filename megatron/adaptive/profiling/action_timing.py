@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 WARM_UP = 1
-"""Number of first runs whose time is not used (warm-up)."""
+"""Number of runs at the beginning whose times are discarded (warm-up)."""
 
 _LEAST_LOGS = 4
 _QUARTILES_OF_SIGMA = 1.349
@@ -64,8 +64,9 @@ def time_microbatches(
     """Runs and times microbatches on chunk 0 of a rank's stages, one after the other.
 
     Args:
-        stages: Object that runs the actions of a rank's stages, as for the executor, made for
-            ``WARM_UP + repeats`` microbatches. Its ``finish`` is called at the end in any case.
+        stages: Object that runs the actions of a rank's stages, with the methods that the executor
+            calls. It must be made for ``WARM_UP + repeats`` microbatches. Its ``finish`` is called
+            at the end in any case.
         received: Function that makes the input of a forward pass; it returns ``None`` for the first
             stage.
         gradient: Function that makes the input of a backward pass; it returns ``None`` for the last

@@ -48,7 +48,8 @@ _STOP = 1
 """Chunk number in the label of a message, used as a signal that this round is the last."""
 
 _LONG_S = 0.2
-"""Time in seconds of a message above which no larger message is sent: the bandwidth is known."""
+"""Maximum time of a message in seconds. After a slower message, no larger one is sent, because the
+bandwidth is known by then."""
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20

@@ -40,8 +40,8 @@ class Sample:
 
     Attributes:
         pp_rank: Position of the rank in the pipeline.
-        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If an action
-            W was computed in several parts, their sum.
+        durations_ns: Durations of the actions on all microbatches, by kind and chunk. If a weight
+            gradient (W) was computed in several parts, their durations are added up.
         free_bytes: Size in bytes of the memory that is free for activations.
         kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
         held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
@@ -133,8 +133,8 @@ def _microbatch_factors(
 
     Returns:
         For each replica, the factor of each microbatch. An empty list if the factors vary no more
-        than noise, or if the number of microbatches was not constant. Then the relative standard
-        deviation of the actions without this effect.
+        than noise, or if the number of microbatches was not constant. The second result is the
+        relative standard deviation of the actions without this effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -175,11 +175,12 @@ def most_of(
     Args:
         samples: Measurements under ``present``, at least one of every rank.
         present: Present assignment of stages to ranks.
-        target: Assignment of stages to ranks to be examined.
+        target: Assignment of stages to ranks for which the result is computed.
         layers: Present number of layers of each stage; needed with ``others``.
-        others: Number of layers of each stage to be examined, empty to keep the present numbers.
-            The estimate is cautious: a layer that leaves a stage frees the smallest mean layer size
-            of any stage, and one that arrives needs the largest mean of a middle stage.
+        others: Number of layers of each stage for which the result is computed. Empty for the
+            present numbers. The estimate is cautious: a layer that leaves a stage frees the
+            smallest mean layer size of any stage, and one that arrives needs the largest mean of a
+            middle stage.
 
     Returns:
         Number of microbatches on the rank with the least memory. Below 1, even negative, if the
@@ -220,9 +221,9 @@ class LayerShare:
     :meth:`begin`.
 
     Args:
-        models: For each chunk to measure, the model and its block of layers.
+        models: Model and its block of layers, for each chunk to measure.
         clock: Clock of the device, which marks points in the device's queue of work.
-        layers: For chunks in which each layer is measured too, the layers.
+        layers: Layers to measure one by one, for each chunk in which that is wanted.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Makes a hook that records the time; with ``begins``, as the first of a forward pass."""
+        """Makes a hook that records the time. With ``begins``, it starts a new forward pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:

@@ -31,7 +31,7 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # minimum; so low that a slow network hardly exceeds the requested time
+_LEAST_ROUNDS = 3  # so low that even on a slow network, the check hardly exceeds the requested time
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)

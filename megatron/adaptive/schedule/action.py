@@ -30,7 +30,7 @@ class ActionKind(str, Enum):
 
 KINDS = tuple(ActionKind)
 NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-"""Number of each kind, as used by ``rank_kernel``: 0, 1 and 2."""
+"""Number that ``rank_kernel`` uses for each kind: 0 for F, 1 for B, 2 for W."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +84,7 @@ def action_table(
 ) -> ActionTable:
     """Returns all actions of one kind in a step.
 
-    They are made once, so that choosing an action during the step allocates no memory.
+    All actions are made once, so that choosing one during the step allocates no memory.
 
     Args:
         kind: Kind of every action in the table.

@@ -43,16 +43,16 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of actions to time in all tries together.
+"""Maximum number of actions whose times are computed, summed over all tries.
 
 This takes about a second.
 """
 LEAST_ORDERS = 40_000
-"""Minimum number of tries; if fewer are possible, none is made."""
+"""Minimum number of tries. If ``VISITS`` allows fewer, the schedule is not annealed."""
 MOST_ORDERS = 200_000
 """Maximum number of tries."""
 HEAT = 2
-"""Maximum increase in step time that is accepted at first, in mean durations of an action."""
+"""Maximum increase in step time that is accepted at first, divided by an action's mean duration."""
 
 
 class OrderGraph(NamedTuple):
@@ -64,7 +64,7 @@ class OrderGraph(NamedTuple):
     Attributes:
         rows: Actions of each rank in the order they run, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
-        best: Value of ``rows`` with the shortest step so far.
+        best: Copy of ``rows`` from the try with the shortest step so far.
         needs: Action whose result each action needs as input, -1 for none.
         gaps: Time from the end of the needed action until its result arrives, per action, in
             picoseconds.
@@ -103,7 +103,10 @@ class OrderGraph(NamedTuple):
 
 
 def finish(o: OrderGraph) -> int:
-    """Returns the end of the step in picoseconds, -1 if ranks wait for each other forever."""
+    """Computes the end times of all actions.
+
+    Returns the end of the step in picoseconds, or -1 if ranks wait for each other forever.
+    """
     ranks = len(o.lengths)
     left = len(o.needs)
     for action in range(len(o.needs)):
@@ -182,7 +185,7 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
     """Returns the index nearest to ``to`` to which an action can move.
 
-    It must not pass another action of its own kind and chunk, so that microbatches ascend.
+    The action must not pass another one of its own kind and chunk, so that microbatches ascend.
     """
     lane = o.lanes[o.rows[rank, index]]
     way = 1 if to > index else -1
@@ -192,7 +195,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether a rank's memory stays within the cap in its order."""
+    """Returns whether a rank's order of actions keeps its memory within the cap."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -202,7 +205,7 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Tries ``orders`` changes.
+    """Improves the order of actions by ``orders`` random changes.
 
     Writes the best order found to ``best``, and returns its step time.
     """
@@ -349,7 +352,9 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns the time from the end of the sending action until the input arrives, per cell.
+    """Returns how long after the end of the sending action each input arrives, in picoseconds.
+
+    The result has one entry per stage and microbatch, flattened.
 
     Args:
         work: Times of all actions and messages in the step.

@@ -58,7 +58,7 @@ A part is short enough to run while the rank waits for a message.
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Contains a schedule's or rule's name and the settings with which it runs.
+    """Contains the name of a schedule or run-time rule, and the settings to run it with.
 
     Attributes:
         name: Name of the static schedule or run-time rule.
@@ -70,8 +70,8 @@ class Candidate:
             whose order determines its memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
-        pace: Relative times of messages, B and W (see ``Pace``), by which ``hinted`` chooses its
-            hint.
+        pace: Relative times of messages, B and W (see ``Pace``). From these, ``hinted`` chooses the
+            order that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
             microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
     """
@@ -174,9 +174,9 @@ def make_candidate(
         placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
             ``placement_for``.
         cap: Limit on activations under a run-time rule, in microbatches of the whole rank (all its
-            chunks); ``None`` for that of ``memory_caps.default_cap``.
+            chunks); ``None`` for the limit from ``memory_caps.default_cap``.
         weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
-            backward pass computes weight gradients; ``None`` for 4.
+            backward pass computes weight gradients; ``None`` for ``DEFAULT_PIECES``.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
@@ -301,7 +301,7 @@ def make_schedule(
         name=name,
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=spec.load()(placement, num_microbatches, **options),
+        orders=tuple(map(tuple, spec.load()(placement, num_microbatches, **options))),
     )
 
 
@@ -329,8 +329,8 @@ def make_policies(
             whose order determines its memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
-        pace: Relative times of messages, B and W (see ``Pace``), by which ``hinted`` chooses its
-            hint.
+        pace: Relative times of messages, B and W (see ``Pace``). From these, ``hinted`` chooses the
+            order that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
             microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
 
@@ -360,11 +360,11 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    It is the usual static schedule if that stays within the cap and is known to be best. It is not
-    if there are few microbatches, if a loop has no memory to spare, or if no static schedule stays
-    within the cap. Then the candidates are the static schedules within the cap and those that
-    ``adaptive`` makes in a simulation, with and without chunk shares. The one with which ``hinted``
-    is fastest on equal stages of this pace is returned.
+    If the usual static schedule stays within the cap and is known to be best, it is returned. The
+    best schedule is not known if there are few microbatches, or if a loop has no memory to spare.
+    Otherwise, the candidates are all static schedules within the cap, and the orders in which
+    ``adaptive`` runs simulated steps with and without chunk shares. The candidate with which
+    ``hinted`` is fastest is returned, simulated for equal stages with this pace.
 
     Args:
         placement: Assignment of pipeline stages to ranks.

@@ -188,7 +188,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B, in the order of the B; on rank r, it runs r backward passes later."""
+    """Adds a W for each B, in the order of the B. On rank r, a W runs r backward passes later."""
     orders = []
     for lag, of_rank in enumerate(plain):
         order: list[Action] = []
@@ -252,7 +252,7 @@ def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, .
 
 
 def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
-    """Returns the F actions and the B actions of all chunks, each group by group."""
+    """Returns a rank's F actions and B actions, each ordered by group of microbatches."""
     forwards, backwards = (
         [
             action
@@ -269,7 +269,7 @@ def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Acti
 
 
 def _stages_after(placement: Placement) -> range:
-    """Returns the number of following ranks for each rank."""
+    """Returns for each rank the number of ranks that follow it in the pipeline."""
     return range(placement.num_ranks - 1, -1, -1)
 
 

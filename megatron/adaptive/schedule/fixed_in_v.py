@@ -146,7 +146,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Returns the actions of these kinds and chunks, each with microbatches ascending from 0.
+    """Returns the actions that texts such as ``F0`` stand for, with microbatches counted from 0.
 
     Actions of microbatches that the step does not have are left out.
     """
@@ -181,7 +181,7 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
-    """Returns the time slots of each rank's actions in a step, including weight gradients."""
+    """Returns each rank's actions by time slot, including weight gradients."""
     ranks = placement.num_ranks
     begin = _steady_begin(ranks)
     end = _PERIOD * (num_microbatches - 1) + 1
@@ -254,7 +254,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 def _peak(row: _Row) -> int:
     """Returns the maximum number of microbatches held, counted once per chunk.
 
-    It assumes that each weight gradient takes the first free slot.
+    The count assumes that each weight gradient takes the first free slot.
     """
     held = peak = waiting = 0
     for slot in range(max(row) + 1):
@@ -290,7 +290,7 @@ def _with_weights(row: _Row) -> _Row:
 
 
 def _stretch(row: _Row, begin: int, repeats: int) -> Order:
-    """Returns a rank's actions in order, with its period that starts at slot ``begin`` repeated.
+    """Returns a rank's actions in order, after repeating the period that starts at ``begin``.
 
     Args:
         row: Actions of the rank by time slot, in ascending order of slots.

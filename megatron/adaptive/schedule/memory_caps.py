@@ -52,11 +52,12 @@ from megatron.adaptive.schedule.stage_placement import Placement
 # Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
 # such as 1/3.
 _ROUNDING = 1e-9
-# Tolerance in millionths of a microbatch: 1,000 sizes, each rounded by up to half a millionth.
+# Tolerance in millionths of a microbatch. It covers the rounding of 1,000 sizes by up to half a
+# millionth each.
 _ROUNDING_PER_SUM = 500
-# Factor on the memory that a static schedule needs. It was measured (see ``runtime_rules``): with
-# 1.25, message latency makes a step up to 7% longer than that of static schedules; with 1.5, a
-# latency of up to one forward pass of a stage costs nothing.
+# Ratio of the default cap to the memory that a static schedule needs. It was measured (see
+# ``runtime_rules``): with 1.25, message latency makes a step up to 7% longer than that of static
+# schedules; with 1.5, a latency of up to one forward pass of a stage costs nothing.
 _SLACK = 1.5
 
 
@@ -90,7 +91,7 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 def chunk_shares(placement: Placement, rank: int, cap: float) -> tuple[int, ...]:
     """Returns each chunk's share: the number of microbatches that it may hold.
 
-    The deepest chunk has no share and is left out (see the module).
+    The deepest chunk has no share and is left out (see the module's docstring).
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
@@ -121,8 +122,8 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Interleaved 1F1B holds this on rank 0: the forward passes of its warm-up, plus the first one
-    # of the steady phase.
+    # Number of forward passes that interleaved 1F1B holds on rank 0: those of its warm-up, plus the
+    # first one of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)

@@ -45,9 +45,9 @@ _LEAST_SIZES = 4
 _REMEMBERED = 0.9
 """Factor by which each new step reduces the weight of older steps in the fit."""
 _REFIT_STEPS = 8
-"""Number of first steps after each of which costs are fitted.
+"""Number of steps at the start of training after each of which costs are fitted.
 
-Later, costs are fitted each time after this number of steps.
+Afterwards, costs are fitted only every time this number of steps has passed.
 """
 _STEPS = 16
 """Number of most recent steps over which paces are measured."""
@@ -60,8 +60,8 @@ _DRIFTED = 0.03
 _SINGULAR = 1e-7
 """Relative tolerance of the fit.
 
-Equations with a smaller pivot count as dependent, and a fit must improve by more to replace
-another.
+Equations with a smaller pivot are treated as dependent. A fit replaces another only if it is better
+by more than this.
 """
 
 
@@ -89,8 +89,8 @@ def deal(
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number of which each replica's number of microbatches must be a multiple. The number
-            of microbatches of the step is a multiple of it.
+        group: Number by which each replica's number of microbatches must be divisible. The step's
+            number of microbatches is a multiple of ``group``, too.
         least: Minimum number of microbatches per replica.
 
     Returns:
@@ -103,7 +103,7 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # Number of groups that replicas below `least` still need.
+    # Number of groups that replicas with fewer than ``least`` microbatches still need.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
@@ -116,7 +116,7 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assigns microbatches round-robin as far as these numbers per replica allow.
+    """Assigns given numbers of microbatches to replicas, round-robin as far as possible.
 
     Data workers prefetch in round-robin order, so their prefetched microbatches can be used.
     """
@@ -137,7 +137,7 @@ class CostFit:
         self._products = [0.0] * 3
 
     def cost(self, sums: Sequence[float]) -> float:
-        """Returns the cost of work with these sums of microbatches, tokens and squared lengths."""
+        """Returns the cost of work, given its sums of microbatches, tokens and squared lengths."""
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
@@ -160,7 +160,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts by the non-negative values that fit the times best."""
+        """Replaces the parts of the cost by the non-negative values that fit the times best."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -217,7 +217,7 @@ class Dealer:
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number of which each replica's number of microbatches must be a multiple.
+        group: Number by which each replica's number of microbatches must be divisible.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
             number per token. It determines the order of a replica's microbatches. Measured times do
@@ -310,7 +310,7 @@ class Dealer:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Returns each replica's time for the same work, divided by the fastest replica's."""
+        """Returns each replica's time for the same work, divided by that of the fastest replica."""
         sums = [sum(sizes) for sizes in zip(*(s for _, s in self._past[-1].values()), strict=True)]
         each = [self._slowest(replica, sums)[0] for replica in range(self._replicas)]
         return tuple(seconds / min(each) for seconds in each)

@@ -26,7 +26,7 @@ _MODULES = (rank_kernel, runtime_rules, simulator)
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
     """Returns ``simulator.run`` in plain Python, with any function as its rule.
 
-    It takes about 10 us per action.
+    The loop takes about 10 us per action.
     """
     return _bind(_MODULES, simulator.run, lambda function: function, rule=rule)
 
@@ -40,7 +40,7 @@ def is_known(rule: Rule) -> bool:
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
     """Returns ``simulator.run`` compiled with a rule of ``runtime_rules``.
 
-    It takes less than 1 us per action.
+    The loop takes less than 1 us per action.
 
     The first call on a machine compiles the code, which takes some seconds.
 

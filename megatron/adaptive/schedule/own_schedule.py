@@ -23,14 +23,14 @@ from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import StageTimes
 
 _MOST_TRIED_ACTIONS = 50_000
-"""Maximum number of actions in the trial of a rule.
+"""Maximum number of actions in the simulated step that tries out a user's rule.
 
 Each takes about 10 us, because the user's function is plain Python.
 """
 
 
 class OwnRule:
-    """Chooses actions by calling a user's function, and checks them.
+    """Chooses actions by calling a user's function, and checks each chosen action.
 
     Args:
         spec: ScheduleSpec of the user's schedule, with its function.

@@ -27,7 +27,7 @@ class Policy(Protocol):
     def pick(self, state: RankState) -> Action | None:
         """Returns the action that the rank should start now.
 
-        It returns at once and does not change the state.
+        The method returns at once and does not change the state.
 
         Args:
             state: State of the rank.
@@ -92,7 +92,7 @@ class Follow(RulePolicy):
 
 
 def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
-    """Returns a rank's order of actions as codes, as the functions of ``runtime_rules`` read it.
+    """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
 
     Returns:
         One code per action: ``kind * num_chunks + chunk``. If the next action starts together with
@@ -118,7 +118,7 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
 
 
 def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
-    """Returns the actions that ``codes_of`` turned into codes.
+    """Converts codes back into actions; the inverse of ``codes_of``.
 
     Args:
         codes: Codes of one rank's actions, in the order they run.
@@ -139,7 +139,7 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
     """Returns the rule that all policies share, and the hint of each policy.
 
-    The simulation can then be compiled.
+    With a shared rule, the simulation can be compiled.
 
     Returns:
         Rule and hints, or None if the policies do not share a function of ``runtime_rules``.
@@ -162,7 +162,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns a word for each action of a rank's step, by which the trace shows why it was chosen.
+    """Returns one word for each action in a rank's step, with which the trace explains the choice.
 
     The word is empty if the policy gives no reason.
 

@@ -191,8 +191,8 @@ class RankState:
     def is_possible(self, action: Action) -> bool:
         """Returns whether the action will become ready without any other action being started.
 
-        It must be next on its stage. Returns False for an action that was started, that must follow
-        an action not yet started, or that does not exist.
+        The action must be next on its stage. Returns False for an action that was started, that
+        must follow an action not yet started, or that does not exist.
         """
         kind = action.kind
         chunk = action.chunk
@@ -336,8 +336,9 @@ class RankState:
     def missing(self) -> str:
         """Returns text about what this rank waits for, for error messages after a time limit.
 
-        Lists for each chunk the next inputs that have not arrived, with the rank and stage that
-        send them. Also lists actions whose input has arrived but which would exceed the cap.
+        The text lists for each chunk the next inputs that have not arrived, with the rank and stage
+        that send each. It also lists actions whose input has arrived but which would exceed the
+        cap.
         """
         if self.done:
             return "nothing, every action is finished"
@@ -354,11 +355,11 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns the next F and B of each chunk, if the action's input has not arrived."""
+        """Returns the next F and the next B of each chunk, except those whose input has arrived."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields the next F and B of each chunk, and whether the action's input has arrived."""
+        """Yields each chunk's next F and next B, and whether the action's input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)

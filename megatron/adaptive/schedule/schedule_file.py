@@ -129,7 +129,7 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 def _check_size(schedule: Schedule) -> None:
     """Rejects a file whose declared sizes far exceed the number of actions it lists.
 
-    Otherwise memory would be allocated for them.
+    Otherwise, a small file could make this program allocate a huge amount of memory.
     """
     chunks = schedule.placement.num_chunks
     microbatches = schedule.num_microbatches

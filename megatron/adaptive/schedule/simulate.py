@@ -108,7 +108,7 @@ class SimResult:
     def orders(self) -> tuple[Order, ...]:
         """Returns the actions of each rank in the order they ran.
 
-        Microbatches have the indices that the rank itself uses.
+        An action's microbatch index is the rank's own index, not that of the whole job.
         """
         chunks = self.placement.num_chunks
         return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
@@ -209,7 +209,7 @@ def run_states(
 ) -> SimResult:
     """Simulates one step from given states of all ranks at its start.
 
-    The states may be changed.
+    The simulation may change the states.
 
     Args:
         states: States at the start of the step, one per rank.

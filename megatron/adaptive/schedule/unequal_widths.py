@@ -91,7 +91,10 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that every stage can divide equally."""
+        """Returns the smallest number of microbatches that every stage can split equally.
+
+        All replicas of a stage then have the same number of microbatches.
+        """
         return math.lcm(*self.sizes)
 
     @cached_property
@@ -170,8 +173,8 @@ class Widths:
     def warmup(self, stage: int) -> int:
         """Returns the number of forward passes of a replica before its first backward pass.
 
-        They suffice for the ranks of the next stage to run their own warm-up and one more forward
-        pass each. For equal widths it is the number of following stages.
+        This number suffices for the ranks of the next stage to run their own warm-up and one more
+        forward pass each. For equal widths, it is the number of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):

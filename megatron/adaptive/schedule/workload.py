@@ -84,7 +84,7 @@ class Link:
     Attributes:
         latency_s: Time from the end of the transfer to the arrival, in seconds.
         occupancy_s: Time for which a message occupies the link, in seconds: size divided by
-            bandwidth. The next message in the same direction waits until it is over.
+            bandwidth. The next message in the same direction waits until this time is over.
 
     Raises:
         ScheduleError: A value is negative or not finite.
@@ -109,8 +109,8 @@ class StageProfile:
         times: Mean times of each stage.
         link: Delays between any two ranks that ``links`` does not list.
         links: Delays of particular links, by ``(from rank, to rank)``.
-        rank_factors: Factor on the duration of all actions on each rank; ``None`` for a factor of
-            1.
+        rank_factors: Factor for each rank by which all its actions' durations are multiplied;
+            ``None`` for a factor of 1.
         action_sigma: Sigma of a separate random factor for each action.
         microbatch_sigma: Sigma of a random factor on all actions of a microbatch; for example,
             microbatches may differ in length.
@@ -186,16 +186,16 @@ def draw(
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
         times: Times per stage, or a profile. The number of its stages may be a multiple of the
-            placement's. Then several adjacent ones form one stage of the placement. So schedules
-            with one and with several chunks get the same times.
+            placement's. Then several adjacent stages of ``times`` form one stage of the placement.
+            So schedules with one and with several chunks get the same times.
         seed: Random seed of all factors. It also chooses one of the measured steps in
             ``microbatch_factors``.
         link: Delays between any two ranks that ``links`` does not list; ``None`` for no delays.
             This and all following arguments are used only if ``times`` is not a profile, which
             contains them.
         links: Delays of particular links, by ``(from rank, to rank)``; ``None`` for none.
-        rank_factors: Factor on the duration of all actions on each rank; ``None`` for a factor of
-            1.
+        rank_factors: Factor for each rank by which all its actions' durations are multiplied;
+            ``None`` for a factor of 1.
         action_sigma: Sigma of a separate random factor for each action, from 0.
         microbatch_sigma: Sigma of a random factor on all actions of a microbatch, from 0.
         latency_sigma: Sigma of a separate random factor on the latency of each message, from 0.
@@ -312,7 +312,7 @@ def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
-    """Returns the latency after F and B ``[2, stages]``, and the occupancy ``[ranks, ranks]``."""
+    """Returns message latency after F and B, ``[2, stages]``, and occupancy, ``[ranks, ranks]``."""
     ranks = placement.num_ranks
     stages = placement.num_stages
     latency = np.zeros((2, stages))
@@ -330,8 +330,8 @@ def _links(
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
     """Returns lognormal random factors with mean 1.
 
-    Random numbers are drawn even if sigma is 0, so that one sigma does not change which numbers the
-    others get.
+    Random numbers are drawn even if sigma is 0. So changing one sigma does not change the random
+    numbers of the other factors.
     """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 

@@ -129,7 +129,7 @@ class Measured:
     def finding(
         self,
         columns: Sequence[int],
-        iterations: Ints,
+        iterations: Ints | Sequence[int],
         *,
         against: str,
         confidence: float,
@@ -158,6 +158,7 @@ class Measured:
             kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
         """
         headers = [self.headers[column] for column in columns]
+        iterations = np.asarray(iterations)
         first, last = iterations[[0, -1]].tolist()
         if kind is None:
             kind = "lasting" if first == self.iterations[0] else "begun"
