@@ -25,10 +25,10 @@ class Subcommand:
     """Describes a subcommand, or one mode of a subcommand.
 
     Attributes:
-        name: Words that follow ``python -m megatron.adaptive``: ``plan``, ``train single``.
-        function: Module in ``megatron.adaptive.cli`` and the function in it, ``module.function``.
-        summary: Line of text for the list of subcommands.
-        former: Name in earlier versions, empty if it is the same.
+        name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
+        function: Function to run, as ``module.function``. The module is in the package ``cli``.
+        summary: Short description, printed in the list of subcommands.
+        former: Name in earlier versions; empty if the name has not changed.
     """
 
     name: str
@@ -178,17 +178,17 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         ),
     ),
 }
-"""Subcommands by the title under which ``--help`` lists them."""
+"""Maps each section title in ``--help`` to the subcommands that the section lists."""
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     subcommand.name: subcommand for section in SECTIONS.values() for subcommand in section
 }
-"""Every subcommand and mode by its name."""
+"""Maps the name of each subcommand and mode to its description."""
 
 FORMER: Mapping[str, Subcommand] = {
     subcommand.former: subcommand for subcommand in SUBCOMMANDS.values() if subcommand.former
 }
-"""Subcommands by their names in earlier versions."""
+"""Maps the former name of each renamed subcommand to the subcommand."""
 
 
 _ADVICE = {
@@ -205,11 +205,11 @@ which one to take:
 
 train recipe, elastic and rank run the same trainer; train flags lists its flags."""
 }
-"""Text that follows the list of modes in a subcommand's help."""
+"""Maps a subcommand to the text that its help prints after the list of modes."""
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of a subcommand, none if it has no modes."""
+    """Returns the modes of a subcommand; empty if the subcommand has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -226,7 +226,7 @@ def _help_text() -> str:
 
 
 def _group_text(group: str) -> str:
-    """Returns the list of a subcommand's modes."""
+    """Returns the text that lists a subcommand's modes."""
     usage = f"usage: {PROGRAM} {group} {'[MODE]' if group in SUBCOMMANDS else 'MODE'} [OPTIONS]"
     text = "\n".join([usage, "", *_listed(_modes(group))])
     return f"{text}\n\n{_ADVICE[group]}" if group in _ADVICE else text
@@ -304,7 +304,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the name of the mode whose present or former name is most similar, or nothing."""
+    """Returns the mode whose present or former name resembles ``word`` most; empty if none does."""
     targets = {}
     for mode in modes:
         targets[mode.former] = mode.name
@@ -314,14 +314,14 @@ def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
 
 
 def _check_misspelt_mode(name: str, word: str) -> None:
-    """Raises an error for a word that resembles a mode and names no file or folder.
+    """Raises an error if a word resembles the name of a mode and is not a file or folder.
 
     Args:
         name: Subcommand that may be called without a mode.
-        word: First word after it. It may be the folder of a run.
+        word: First word after the subcommand: a misspelt mode, or the folder of a run.
 
     Raises:
-        ConfigError: The word names nothing that exists, and a mode has a similar name.
+        ConfigError: No file or folder has this name, and a mode has a similar name.
     """
     if word.startswith("-") or "/" in word or os.path.exists(word):
         return

@@ -111,7 +111,7 @@ class Accelerator:
         """Returns the largest memory use of this process so far, in bytes."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
-        # Linux updates the peak later than the current size, so the peak can be out of date.
+        # Linux updates the peak with a delay, so the peak can be below the current size.
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(peak_bytes, self.memory_in_use_bytes())
 
@@ -160,7 +160,8 @@ class CudaClock:
     A mark is such an event. The time of an event is the known host time of a reference event (the
     anchor), plus the time that CUDA measured between the two events. The first anchor is recorded
     while the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds. After
-    some minutes these cannot resolve a kernel, so about every second a mark becomes the new anchor.
+    some minutes such a float is too coarse to time a kernel, so about every second a mark becomes
+    the new anchor.
 
     The clocks of device and host drift apart. The device cannot pass a mark before the host has
     recorded it, and passes some marks right afterwards. The smallest delay during the last second
@@ -177,7 +178,8 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # A thread that waits for a blocking event sleeps, so that receiving threads get its core.
+        # A thread that waits for a blocking event sleeps, so that receiving threads get its CPU
+        # core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
         event.record()
@@ -274,7 +276,7 @@ def make_current(device: torch.device) -> None:
     GPU 0, which takes about 0.5 GB per process.
 
     Args:
-        device: Device of this process; a GPU with its index.
+        device: Device of this process. If it is a GPU, its index must be set.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -304,8 +306,7 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
 
     Args:
         local_rank: Index of the process on its node, from 0.
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if the hardware
-            decides.
+        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` to choose by hardware.
 
     Raises:
         SetupError: The user named ``nccl``, but there is not a GPU for each rank. Or
@@ -340,8 +341,8 @@ def agree_on_sharing(
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
-        store: Key-value store of the job, through which ranks exchange the identities of their
-            GPUs. Its time limit applies to the wait for other ranks.
+        store: Key-value store of the job. Ranks exchange the identities of their GPUs through it.
+            The store's time limit applies to the wait for other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
@@ -354,7 +355,7 @@ def agree_on_sharing(
     if not accelerator.is_cuda:
         return accelerator
     owners: dict[str, list[int]] = {}
-    for other, gpu in enumerate(store.multi_get(keys)):  # waits until all keys are set
+    for other, gpu in enumerate(store.multi_get(keys)):  # multi_get waits for all keys
         owners.setdefault(gpu.decode(), []).append(other)
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":
@@ -370,7 +371,7 @@ def agree_on_sharing(
 
 
 def _identity(device: torch.device) -> str:
-    """Returns a text that no other GPU has, not even one in another machine."""
+    """Returns an identifier of a GPU that is unique among the GPUs of all machines."""
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):
         return str(properties.uuid)
@@ -384,7 +385,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
     """Checks that the machine has the GPUs that the user asked for.
 
     Args:
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if there is none.
+        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if the user named none.
         ranks: Number of ranks on this node.
 
     Raises:
@@ -399,7 +400,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             setting = "--distributed-backend nccl"
         raise SetupError(f"{setting}: there is no GPU to use here: {reason}")
     count = torch.cuda.device_count() if reason is None else 0
-    if backend == "nccl" and ranks > count and visible is None:  # None: every rank sees all GPUs
+    if backend == "nccl" and ranks > count and visible is None:  # unset: all ranks see all GPUs
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
@@ -474,7 +475,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silences the same warnings as :func:`quiet_libraries`, but only during the block."""
+    """Silences the same warnings as :func:`quiet_libraries`, but only in the ``with`` block."""
     logger = logging.getLogger("megatron.core")
     level = logger.level
     with warnings.catch_warnings():

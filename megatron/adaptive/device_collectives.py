@@ -106,13 +106,13 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    lists = zip(*outputs, strict=True)  # one list per input: its output tensors, by rank
+    lists = zip(*outputs, strict=True)  # for each input, its output tensors by rank
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers parts of different sizes by one broadcast per rank, because gloo refuses them."""
+    """Gathers parts of different sizes by a broadcast per rank; gloo's all-gather rejects them."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -129,7 +129,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces parts of different sizes by one reduction per rank, because gloo refuses them."""
+    """Reduces parts of different sizes, which gloo rejects, with one reduce per rank."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
     works = []
@@ -176,7 +176,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these by all-reductions, whose tensors it copies.
+    # gloo implements these with all-reduce, which accepts GPU tensors, but not unequal parts.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
@@ -184,7 +184,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "reduce_scatter_single_coalesced": None,
     # gloo refuses GPU tensors here: "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
-    # gloo takes the GPU addresses of these tensors for addresses in host memory.
+    # gloo mistakes the GPU addresses of these tensors for addresses in host memory.
     "allgather_coalesced": _gather_lists_one_by_one,
     "allgather_into_tensor_coalesced": _gather_one_by_one,
     "all_gather_single_coalesced": _gather_one_by_one,
@@ -195,7 +195,7 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "barrier": None,
     "monitored_barrier": None,
 }
-"""Replacement of each method of a process group, used if a gloo group gets GPU tensors.
+"""Maps each process group method to its replacement for calls with GPU tensors on gloo groups.
 
 ``None`` means that the method works and stays unchanged. The methods are those of
 ``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 gives to

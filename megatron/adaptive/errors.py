@@ -37,7 +37,7 @@ class SetupError(AdaptiveError):
 
 
 class DataError(AdaptiveError):
-    """A corpus, a vocabulary or a token file is missing or broken, or does not fit the others."""
+    """A corpus, vocabulary or token file is missing or broken, or does not match related files."""
 
 
 class CheckpointError(AdaptiveError):
@@ -53,7 +53,7 @@ class ScheduleError(AdaptiveError):
 
 
 class TraceError(AdaptiveError):
-    """Trace files are missing, of several runs, truncated beyond use or of a newer format."""
+    """Trace files are missing, belong to several runs, are truncated, or have a newer format."""
 
 
 class DeviceMemoryError(AdaptiveError):

@@ -46,7 +46,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # The result is cached, because callers ask often and a failed import would fail again.
+    # Cache the result: callers ask often, and an import that failed once would fail again.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:

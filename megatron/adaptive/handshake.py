@@ -48,7 +48,7 @@ _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _LENGTH = struct.Struct("!I")
 _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
-"""Size in bytes of the header (length and MAC) that precedes each payload."""
+"""Size in bytes of the header before each payload: the payload's length and its MAC."""
 LONGEST = 1 << 22
 """Largest allowed size of a payload in bytes."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically, so that at no time another user can read it.
+    """Writes a file atomically, so that no other user can read it at any time.
 
     Raises:
         OSError: The file cannot be written.
@@ -153,7 +153,7 @@ class Handshake:
     Attributes:
         first: Bytes to send at the start; empty on the listener's side.
         wanted: Number of bytes to read and pass to the next :meth:`advance`; 0 after the handshake.
-        session: Signs and checks later messages; ``None`` until the handshake is complete.
+        session: Object that signs and checks later messages; ``None`` during the handshake.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -270,7 +270,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     """Reads exactly ``size`` bytes from a blocking socket.
 
     Raises:
-        OSError: The connection ended before that number of bytes arrived.
+        OSError: The connection ended before all bytes had arrived.
     """
     data = bytearray(size)
     _fill(connection, memoryview(data))
@@ -297,9 +297,9 @@ def dial(
         address: Host and port of the listener.
         secret: The job's secret.
         purpose: Text that names the purpose of the connection, the same on both sides.
-        within_s: Time limit in seconds for connection and handshake, and afterwards the timeout
-            of the returned socket.
-        is_early: Whether the listener may not know the secret yet. If so, this function also
+        within_s: Time limit in seconds for connection and handshake. It is also the timeout of the
+            returned socket.
+        is_early: True if the listener may not have received the secret yet. This function then also
             retries if the listener's proof is wrong.
 
     Raises:
@@ -374,7 +374,7 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""A quarter of the limit on open files is the largest number of simultaneous visitors."""
+"""The limit on open files, divided by this, is the maximum number of unauthenticated peers."""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0
@@ -392,13 +392,14 @@ class Gate:
         secret: Function that returns the job's current secret. As long as the secret is empty, no
             visitor is admitted.
         purpose: Text that names the purpose of the connections, the same on both sides.
-        admit: Function that takes each admitted connection, whose socket is blocking and has no
-            timeout. It runs in the gate's thread, so it must return quickly.
+        admit: Function that is called with each admitted connection. The connection's socket is
+            blocking and has no timeout. The function runs in the gate's thread, so it must return
+            quickly.
         report: Function that prints a line about refused visitors, called at most once a minute.
 
     Attributes:
         port: Number of the port at which the gate listens.
-        most: Largest number of visitors (peers without proof yet) at the same time.
+        most: Maximum number of visitors (unauthenticated peers) at the same time.
     """
 
     def __init__(
@@ -414,7 +415,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        self._waiting: dict[asyncio.Task[Session | None], str] = {}  # address by task, oldest first
+        # Address of each visitor, by the task that waits for the visitor's proof, oldest first.
+        self._waiting: dict[asyncio.Task[Session | None], str] = {}
         self._refused = 0
         self._reported_s = float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -445,8 +447,8 @@ class Gate:
                 try:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
-                    continue  # the visitor has closed the connection already
-                except OSError:  # most likely, too many files are open
+                    continue  # The visitor has closed the connection already.
+                except OSError:  # Most likely, too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue
@@ -549,5 +551,5 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a function that writes warnings to a logger; for ``report`` of :class:`Gate`."""
+    """Returns a function that logs a line as a warning; :class:`Gate` takes it as ``report``."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

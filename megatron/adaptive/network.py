@@ -10,7 +10,8 @@ import psutil
 from megatron.adaptive.errors import ConfigError, SetupError
 
 # An address reserved for documentation. Connecting a UDP socket sends nothing, but makes the kernel
-# choose a source address. For an address that no machine has, this is that of the default route.
+# choose a source address. For an address that no machine has, the kernel chooses the source address
+# of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 

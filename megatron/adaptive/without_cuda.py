@@ -130,7 +130,7 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes also to a program that uses Megatron-LM.
+    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
     the folder that contains Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that
@@ -158,7 +158,7 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function whose stack frame looks like one of Python's import system.
+    """Returns a copy of a function. Its stack frames look like those of Python's import system.
 
     The module ``warnings`` skips such frames. Without the copy, a warning that is meant for the
     code that imports a module would name this file.
@@ -197,8 +197,8 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
 
     Attributes:
-        builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
-            stand-ins. A module with this dictionary as its ``__builtins__`` has the substitutes.
+        builtins: Built-in names for modules of Megatron-LM; ``__import__`` returns stand-ins. A
+            module with this dictionary as its ``__builtins__`` has the substitutes.
         constants: Maps string constants in the code of Megatron-LM to their replacements.
     """
 
@@ -220,7 +220,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
+        """Lets only modules of Megatron-LM import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
@@ -237,7 +237,8 @@ class Finder(importlib.abc.MetaPathFinder):
         """Returns the import spec of a module of Megatron-LM, ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self._replace_in(self._programs)  # now, since a program may run code between imports
+        # Do this at each import, because the program may use torch between two imports.
+        self._replace_in(self._programs)
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -252,7 +253,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to a program, from the global names of its running module."""
+        """Gives the substitutes to a program whose running module has these global names."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -271,7 +272,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes, by the ``id`` of the original object of torch."""
+        """Returns stand-ins and substitutes, by the ``id`` of the torch object each replaces."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -327,7 +328,7 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns a module's code with replaced constants; ``__pycache__`` has the original."""
+        """Returns a module's code with replaced constants; ``__pycache__`` keeps the original."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
@@ -339,7 +340,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Replaces strings in a constant, also in nested ones, or returns the constant unchanged."""
+    """Returns a constant of a code object, with strings replaced in it and its nested constants."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -503,8 +504,8 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
 
-    The real package multiplies the matrices of all experts in one kernel, to save kernel launches.
-    A CPU launches no kernels, so one matrix product per expert is as fast.
+    The real package computes the matrix products of all experts in one kernel, to save launches. A
+    CPU launches no kernels, so one matrix product per expert is as fast.
     """
 
     def products(

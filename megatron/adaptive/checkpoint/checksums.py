@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # bytes per write, few enough for the processor's cache
+_PIECE_BYTES = 1 << 22  # size of a write; small enough to stay in the CPU cache
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -94,7 +94,7 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes bytes to an unbuffered file, and adds them to the stream of ``sums``.
+    """Writes bytes to an unbuffered file, and updates the checksums ``sums`` with them.
 
     Returns:
         Number of bytes written.
@@ -113,13 +113,13 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file, and compares the checksum of each block before it returns any of its bytes.
+    """Reads a file, and compares the checksum of each block before it returns the block's bytes.
 
     Args:
         paths: Paths of copies of the file. If a block is damaged in one copy, that block and all
             later ones are read from the next copy.
-        expected: Size of the file in bytes, and checksums of its blocks. If the checksums are
-            empty, as for a file of a former version, only the size is compared.
+        expected: Size of the file in bytes, and checksums of its blocks. If there are no checksums,
+            as in checkpoints of earlier versions, only the size is compared.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -135,7 +135,7 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks with the ``length`` bytes that begin at ``offset``."""
+        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads a block into ``view`` from the first copy in which the block is undamaged."""
+        """Reads a block into ``view`` from the first copy of the file in which it is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns a manifest with these lines of JSON, and the checksum of the lines at the end."""
+    """Returns a manifest: the given lines of JSON, followed by their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether a manifest ends with a checksum, and that matches the rest."""
+    """Returns whether a manifest ends with a checksum that matches the rest of the manifest."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of a manifest, ``""`` if it has none or cannot be read."""
+    """Returns the checksum at the end of a manifest; ``""`` if none can be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -266,7 +266,7 @@ def find_damage(
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, by name.
-        blocks: Checksums of each file's blocks, by name. Files of a former version have none.
+        blocks: Checksums of each file's blocks, by name. Checkpoints of earlier versions have none.
         report: Function that is called with one line of text for each damaged file.
     """
     for name, size in files.items():

@@ -36,7 +36,8 @@ _EXPECTED = (
 )
 
 
-# If ranks fail with different types of errors, all raise the first of these types that occurred.
+# If ranks fail with different types of errors, all ranks raise the first type in this list that
+# occurred.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
@@ -73,17 +74,18 @@ class RankGroup:
         return bool(is_set)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """Returns the values of all ranks, in the order of ranks."""
+        """Returns the values that all ranks passed, ordered by rank."""
         with naming_lost_peers():
             return gather(value, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
-        """Runs ``action`` on rank 0 and raises its error on all ranks."""
+        """Runs ``action`` on rank 0; if it fails there, raises the error on all ranks."""
         self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action`` on rank 0 and returns its result, or raises its error, on all ranks."""
-        # The result is None on ranks other than 0, until from_first() broadcasts that of rank 0.
+        """Runs ``action`` on rank 0, and returns its result (or raises its error) on all ranks."""
+        # The result is None on ranks other than 0, until from_first() broadcasts the result of rank
+        # 0.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)
@@ -94,10 +96,10 @@ class RankGroup:
 
         Args:
             action: Function to call on this rank.
-            name_ranks: Whether the text of the error names the ranks that failed.
+            name_ranks: Whether the error message names the ranks that failed.
 
         Raises:
-            CheckpointError: If ``action`` failed for another reason than the ones below.
+            CheckpointError: If ``action`` failed for a reason that is not listed below.
             DamagedCheckpointError: If ``action`` found damaged data on any rank.
             ConfigError: If all ranks that failed raised ConfigError.
             RuntimeError: If ``action`` failed on another rank because of a bug. That rank raises
@@ -124,7 +126,7 @@ class RankGroup:
             kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
-            raise failure  # has the same text as the merged error
+            raise failure  # keep the original error, which has the same text
         raise merged from failure
 
 
@@ -144,11 +146,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins the errors' texts to one line, without repetitions.
+    """Joins the error messages into one line, and leaves out duplicates.
 
     Args:
-        failures: Text of the error by rank, for the ranks that failed.
-        name_ranks: Whether to prefix each text with the ranks that it comes from.
+        failures: Error message of each rank that failed, by rank.
+        name_ranks: Whether to prefix each message with the ranks on which it occurred.
     """
     if dist.get_world_size() == 1 or not name_ranks:
         return "; ".join(dict.fromkeys(failures.values()))

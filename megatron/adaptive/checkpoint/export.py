@@ -64,7 +64,7 @@ _About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
-    """Holds an open checkpoint, and the description of its model from a Hugging Face folder."""
+    """Holds an open checkpoint, and its model's configuration from a Hugging Face folder."""
 
     path: Path
     reader: CheckpointReader
@@ -87,11 +87,11 @@ def _opened(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint, ``None`` for the latest.
-        like: Hugging Face folder with the configuration, ``None`` for the one that the run used.
+        step: Iteration of the checkpoint; ``None`` for the latest.
+        like: Hugging Face folder with the configuration; ``None`` for the one that the run loaded.
         output: Folder to make. It may exist.
-        files: Names of files that the output folder must not contain yet.
-        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
+        files: Names of the files to write, which the output folder must not contain yet.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
@@ -136,7 +136,7 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each tensor of megatron-core, by name.
-        copies: Names of Hugging Face tensors that repeat another one, with the name of the other.
+        copies: Maps each Hugging Face tensor that duplicates another one to the other's name.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint, ``None`` for the latest.
+        step: Iteration of the checkpoint; ``None`` for the latest.
         like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
             run loaded, or else the copy of these files next to the checkpoints.
         output: Folder to write. It may exist, but must not contain a model.
@@ -199,9 +199,8 @@ def export_folder(
             with their original configuration if the run loaded them. ``merged`` for the model with
             the adapters added to its weights; if the checkpoint lacks the model's weights, they are
             read from ``like``.
-        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
-            own.
-        hf_family: Value of ``--hf-family``; ``None`` for that of the run.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,
@@ -285,7 +284,7 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
     family = exported.model.family
     copies = copies_of(exported.config, family)
-    # Only copies in layers are written; an output matrix (head) that is tied is left out.
+    # Write only copies in layers, and not an output matrix (head) that is tied to the embedding.
     copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
@@ -316,12 +315,12 @@ def require_same(
 
     Args:
         config: Settings of the checkpoint.
-        settings: Settings of the configuration file, by the names of their fields.
-        where: Name of the configuration file in the text of the error.
-        path: Path of the checkpoint in the text of the error.
+        settings: Settings from the configuration file, by field name.
+        where: Name of the configuration file, for the error message.
+        path: Path of the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: If a setting differs; the text names it.
+        CheckpointError: If a setting differs; the message names the setting.
     """
     expected_config = parse(_ANY_RUN, world_size=1, settings=settings)
     is_rotary = settings.get("position_embedding_type") == "rope"

@@ -30,7 +30,7 @@ job was only suspended, it can then no longer rename its checkpoint.
 
 The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
-index. Checkpoints of former versions have no index, and are opened only if the caller trusts them.
+index. Checkpoints of earlier versions have no index, and are opened only if the caller trusts them.
 
 This module neither communicates with other ranks nor reads tensors. Only one process at a time may
 call it for the same folder.
@@ -66,10 +66,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # state of the user's objects
-_UNSEALED = 1  # last format version whose manifests had no checksums
-_SUMMED = frozenset({"blocks", "checksum"})  # entries of manifests with checksums
-_SHARD = ".distcp"  # suffix of the files with tensors, whose checksums are compared while reading
+PIPELINE_STATE = "state.values"  # Name of the file with the state of the user's objects.
+_UNSEALED = 1  # Last format version whose manifests had no checksums.
+_SUMMED = frozenset({"blocks", "checksum"})  # Entries that only manifests with checksums have.
+_SHARD = ".distcp"  # Suffix of tensor files, whose checksums are compared while reading.
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -89,13 +89,13 @@ class StepFolders:
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # beginning of the subfolders' names
-    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    _prefix: ClassVar[str] = "iter_"  # Beginning of the subfolders' names.
+    _digits: ClassVar[int] = 7  # Minimum number of digits in the subfolders' names.
     # First entries of each manifest: the newest format version that can be read, and the format's
     # name if it has one.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # names of entries that each manifest must have
-    _schema: ClassVar[str] = "manifest"  # name of the JSON schema of manifests
+    _needed = frozenset({"files"})  # Names of entries that each manifest must have.
+    _schema: ClassVar[str] = "manifest"  # Name of the JSON schema of manifests.
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -112,7 +112,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path of a step's previous version while a new version replaces it."""
+        """Returns the hidden path that a step's old subfolder has while a new one replaces it."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
@@ -131,7 +131,7 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to try to resume from if the user named none, in this order.
+        """Yields the steps to resume from, in the order to try, if the user named no step.
 
         The first is the latest step. Without a tracker it may be a later step whose manifest was
         lost, so that the damage is noticed. Earlier steps follow, the newest first.
@@ -153,7 +153,7 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Removes the remains of crashed runs and makes an empty partial folder for a step.
+        """Removes what crashed runs left behind, and makes an empty partial folder for a step.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -166,7 +166,7 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes the remains of crashed runs, so that earlier jobs cannot rename them into place.
+        """Removes what crashed runs left, so that earlier jobs cannot rename it into place.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -193,8 +193,9 @@ class StepFolders:
 
         Args:
             step: Step that :meth:`begin` was called with.
-            manifest: Contents of the manifest. ``files``, the sizes by file name, defaults to the
-                sizes in the partial folder. Missing checksums in ``blocks`` are computed and added.
+            manifest: Contents of the manifest. ``files`` holds the size of each file by name, and
+                defaults to the sizes in the partial folder. Missing checksums in ``blocks`` are
+                computed and added.
             check: Function that is called after the last write and before the rename. If it raises
                 an error, the checkpoint stays partial.
 
@@ -271,8 +272,8 @@ class StepFolders:
 
         Raises:
             CheckpointError: If another program wrote the manifest, or it has a newer format.
-            DamagedCheckpointError: If the manifest changed since it was written. The text of the
-                error ends with ``remedy``.
+            DamagedCheckpointError: If the manifest changed since it was written. The error message
+                ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -313,7 +314,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns why a manifest is invalid although its checksum matches, or ``""``."""
+        """Returns why a manifest with a matching checksum is invalid; ``""`` if it is valid."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:
@@ -337,7 +338,7 @@ class StepFolders:
 
         Returns:
             One line per damaged file, with its name and the first damaged block if it has several.
-            The list is empty if no file is damaged. Files of a former version have no checksums, so
+            The list is empty if no file is damaged. Files of earlier versions have no checksums, so
             only their sizes are checked.
         """
         path = self.complete_path(step).absolute()
@@ -354,14 +355,14 @@ class StepFolders:
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
         """Returns a subfolder's manifest after checking its files.
 
-        Checks the sizes of all files, and the checksums of all but the shards. Those are compared
-        later, while the shards are read.
+        Checks the sizes of all files, and the checksums of all files except shards (files with
+        tensors). Checksums of shards are compared later, while the shards are read.
 
         Raises:
             CheckpointError: If another program or a newer format wrote the checkpoint, or it
                 contains pickles and ``trust`` is False.
             DamagedCheckpointError: If the manifest is damaged, a file is missing or has another
-                size, or a checksum does not match. The text of the error ends with ``remedy``.
+                size, or a checksum does not match. The error message ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
         step_there = body.get("step", step)
@@ -390,7 +391,7 @@ class StepFolders:
 
     @property
     def _mark(self) -> str:
-        """Suffix of this job's hidden names: the number of its lease."""
+        """Suffix that this job adds to hidden names: a dot and the number of its lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -412,7 +413,7 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns manifest entries that identify the checkpoint saved before this step's."""
+        """Returns manifest entries that identify the checkpoint saved before this one."""
         return {}
 
     def _track(self, step: int) -> None:
@@ -428,18 +429,18 @@ class StepFolders:
 Manifest = Mapping[str, Any]
 """Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
 
-    progress: Numbers of iterations and samples that the run had done, by name.
+    progress: Counts of the iterations and samples that the run had done, by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
-    shape: Parallel sizes of the run, by name, and the number of chunks per rank.
+    shape: Parallel sizes of the run and number of chunks per rank, by name.
     padded_vocab_size: Number of rows of the embedding.
     has_optimizer: Whether the checkpoint includes optimizer state.
     has_rng: Whether the checkpoint includes random states.
-    files: Size in bytes of each file besides the manifest, by file name.
-    blocks: Checksums of each file besides the manifest, by file name, in the form that
-        ``checkpoint.checksums`` describes. Checkpoints of former versions have none.
+    files: Size in bytes of each file except the manifest, by file name.
+    blocks: Checksums of each file except the manifest, by file name; none in earlier versions.
+        Their form is described in ``checkpoint.checksums``.
     follows: Checksum of the previous checkpoint's manifest, empty for the first checkpoint.
-    save_id: Identifier of this save, by which files of the checkpoint on nodes' local disks are
-        recognized; empty if there are none.
+    save_id: Identifier of this save, to recognize its files on the nodes' local disks. It is empty
+        if there are no such files.
 """
 
 
@@ -493,11 +494,11 @@ class CheckpointFolder(StepFolders):
         return int(text)
 
     def _last_after(self, tracked: int) -> int:
-        """Returns the last complete checkpoint that was saved after the one of ``tracked``.
+        """Returns the step of the last complete checkpoint saved since step ``tracked``.
 
-        Each manifest holds the checksum of the previous checkpoint's manifest, which makes a chain.
-        Manifests of former versions do not. Such a checkpoint was saved later if its manifest is
-        newer than the tracker file.
+        Each manifest holds the checksum of the previous checkpoint's manifest, so the checkpoints
+        form a chain. Manifests of earlier versions hold no such checksum. Their checkpoints were
+        saved later if the manifest is newer than the tracker file.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -560,13 +561,14 @@ class CheckpointFolder(StepFolders):
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
         """Returns the path and manifest of a checkpoint after checking that it is complete.
 
-        Checksums of shards are compared later, while they are read; those of all other files here.
+        Compares the checksums of all files except shards (files with tensors). Checksums of shards
+        are compared later, while the shards are read.
 
         Args:
             iteration: Iteration of the checkpoint.
-            trust: Whether a checkpoint of a former version or of Megatron-LM is accepted too; these
-                contain pickles. For a checkpoint of Megatron-LM, the returned manifest lists just
-                the files that exist.
+            trust: Whether to accept checkpoints with pickles, from earlier versions or Megatron-LM.
+                For a checkpoint of Megatron-LM, the returned manifest lists just the files that
+                exist.
 
         Raises:
             CheckpointError: If the checkpoint has a newer format, another program wrote it, or it
@@ -612,7 +614,7 @@ class CheckpointFolder(StepFolders):
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for the user if the checkpoint of ``iteration`` cannot be used."""
+        """Returns advice for a user whose checkpoint of ``iteration`` cannot be used."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
@@ -640,11 +642,11 @@ class PipelineFolder(StepFolders):
     _trust = "trust_checkpoint=True"
 
     def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
-        """Returns path and manifest of a checkpoint, the newest if ``step`` is ``None``.
+        """Returns the path and manifest of a checkpoint.
 
         Args:
-            step: Step of the checkpoint.
-            trust: Whether a checkpoint of a former version is accepted too; these contain pickles.
+            step: Step of the checkpoint; ``None`` for the newest checkpoint.
+            trust: Whether to accept checkpoints of earlier versions too, which contain pickles.
 
         Raises:
             CheckpointError: If the checkpoint does not exist, has a newer format, or contains
@@ -668,21 +670,21 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether a file contains tensors. Its checksums are then compared while reading."""
+    """Returns whether a file contains tensors, so that its checksums are compared while reading."""
     return name.endswith(_SHARD)
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Beginnings of the names of checkpoints: of the trainer's, and of a ``Pipeline``'s."""
+"""Prefixes of the names of checkpoint folders: the trainer's, then a ``Pipeline``'s."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     """Returns the folder of checkpoints for a path, and the steps to use in ascending order.
 
     Args:
-        path: Path of a folder of checkpoints or of a single checkpoint, which the trainer or a
-            ``Pipeline`` wrote.
-        step: Step to use, ``None`` for all steps in a folder.
+        path: Path of a folder of checkpoints or of a single checkpoint. Either the trainer or a
+            ``Pipeline`` wrote it.
+        step: Step to use; ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -706,11 +708,11 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the entries of a pipeline's manifest, without its format and files.
+    """Returns the entries of a ``Pipeline`` checkpoint's manifest, except its format and files.
 
     Args:
-        head: ``step``, ``seed``, ``loss_scale`` and ``extra``, the same on all ranks; ``save_id``
-            if parts of the checkpoint may be on other disks.
+        head: Entries that are equal on all ranks: ``step``, ``seed``, ``loss_scale`` and ``extra``.
+            Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
         parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
             the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
             options and names of parameters. ``plain`` has the optimizer's values that are not

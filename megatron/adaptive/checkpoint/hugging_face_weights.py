@@ -1,9 +1,9 @@
 """Converts weights between Hugging Face models and megatron-core's models or checkpoints.
 
-Core tensors are megatron-core's, with the names that they have in a checkpoint. Hugging Face
-tensors are those of the Hugging Face folder. The model's family (``config/families``) maps the
-modules of one to the other. Each core tensor is assembled from rows of Hugging Face tensors. A list
-of :class:`RowRun` says which, and serves both import and export::
+A core tensor is a tensor of megatron-core, under the name that it has in a checkpoint. A Hugging
+Face tensor is a tensor in a Hugging Face folder. The model's family (``config/families``) maps core
+modules to Hugging Face modules. Each core tensor is assembled from rows of Hugging Face tensors. A
+list of :class:`RowRun` names these rows, and is used for both import and export::
 
     core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or one tensor
@@ -46,8 +46,8 @@ from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
-# Names of buffers that older versions of transformers saved. A folder may contain such buffers, but
-# they are computed and not loaded.
+# Names of buffers that older versions of transformers saved. The trainer computes these buffers, so
+# it ignores them in a folder.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 COMPANION_FILES = (
     "generation_config.json",
@@ -90,17 +90,16 @@ _HEAD = "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
-    """Describes the size of the weight of a module of megatron-core.
+    """Describes the size of a megatron-core module's weight.
 
     Attributes:
-        blocks: Number of rows of each matrix (block) that is stacked into the module's weight, such
-            as those of queries, keys and values.
+        blocks: Number of rows of each matrix (block) that the module's weight stacks. Examples of
+            blocks are the matrices of queries, keys and values.
         columns: Number of columns of the weight, 0 for a vector.
         has_bias: Whether the module has a bias.
         groups: Number of equal parts that each block is cut into. The parts are interleaved: first
             part 0 of each block, then part 1, and so on.
-        experts: Number of experts that each have such a module, 0 if the module is not part of an
-            expert.
+        experts: Number of experts that have such a module; 0 if the module is not in an expert.
     """
 
     blocks: tuple[int, ...]
@@ -114,11 +113,11 @@ class RowRun(NamedTuple):
     """Maps consecutive rows of a core tensor to rows of a Hugging Face tensor.
 
     Attributes:
-        row: First row in the core tensor.
+        row: Index of the first row in the core tensor.
         count: Number of rows.
-        expert: Index in the first axis of the core tensor, 0 without experts.
+        expert: Index of the expert, along the core tensor's first axis; 0 without experts.
         name: Name of the Hugging Face tensor.
-        first: First row in the Hugging Face tensor.
+        first: Index of the first row in the Hugging Face tensor.
         transposed: Whether the Hugging Face tensor is stored transposed.
     """
 
@@ -131,13 +130,13 @@ class RowRun(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Locates consecutive rows of a module's weight in one of its blocks.
+    """Describes consecutive rows of a module's weight that belong to the same block.
 
     Attributes:
-        row: First row in the weight.
+        row: Index of the first row in the weight.
         count: Number of rows.
         block: Index of the block in :attr:`ModuleSize.blocks`.
-        first: First row in the block.
+        first: Index of the first row in the block.
     """
 
     row: int
@@ -147,12 +146,12 @@ class _Run(NamedTuple):
 
 
 class RowRegion(NamedTuple):
-    """Holds a part of a core tensor's region, and the position of its values in the source.
+    """Describes a part of a requested region of a core tensor, and where to read its values.
 
     Attributes:
         rows: Consecutive rows of the core tensor that contain the part.
-        row: First row to read in the Hugging Face tensor.
-        column: First column to read in the Hugging Face tensor.
+        row: Index of the first row to read in the Hugging Face tensor.
+        column: Index of the first column to read in the Hugging Face tensor.
         target: View of the region's memory, into which the part is read.
     """
 
@@ -166,10 +165,10 @@ class CoreTensor(NamedTuple):
     """Describes the shape and the sources of a core tensor.
 
     Attributes:
-        experts: Length of the first axis, 0 if the tensor has no axis for experts.
+        experts: Number of experts along the first axis; 0 if the tensor has no axis for experts.
         height: Number of rows, without padding rows.
         columns: Number of columns, 0 for a vector.
-        rows: Rows of Hugging Face tensors that the tensor is assembled from, by expert.
+        rows: Rows of Hugging Face tensors that make up the tensor, ordered by expert.
     """
 
     experts: int
@@ -185,7 +184,10 @@ class CoreTensor(NamedTuple):
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the sizes of a layer's modules by name, or of the others if ``layer`` is ``None``."""
+    """Returns the sizes of a layer's modules by name.
+
+    If ``layer`` is ``None``, returns the sizes of the modules outside the layers.
+    """
     model = config.model
     core = config.core
     hidden = model.hidden_size
@@ -273,7 +275,7 @@ def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
             embedding.
-        family: Family of the model, which has the names of its modules.
+        family: Family of the model, which defines the names of the model's modules.
     """
     tensors: dict[str, CoreTensor] = {}
     outside = _sizes(config, None)
@@ -314,10 +316,10 @@ def _predictions(config: TrainerConfig, family: Family) -> int:
 
 
 def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
-    """Returns the Hugging Face tensors that repeat another tensor, with the name of the other.
+    """Maps the name of each Hugging Face tensor that duplicates another one to the other's name.
 
-    Examples are an output matrix (head) that is tied to the embedding, and the embedding and head
-    that each multi-token prediction layer repeats.
+    Examples are an output matrix (head) that is tied to the embedding, and the copies of embedding
+    and head in each multi-token prediction layer.
     """
     (embedding,) = family.outer_modules["embedding.word_embeddings"]
     (output,) = family.outer_modules["output_layer"]
@@ -366,9 +368,9 @@ def _add(
         tensors: Shape and sources of each core tensor by name; entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules that the module is assembled from: one for each
-            block, or one for all blocks.
-        family: Family of the model, which says how its matrices are stored.
+        sources: Names of the Hugging Face modules from which the module is assembled. There is one
+            for each block, or one for all blocks.
+        family: Family of the model, which says how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """
     is_whole = module.endswith("expert_bias")
@@ -394,8 +396,8 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
     Args:
         size: Size of the module's weight.
-        is_one: Whether the Hugging Face tensor has the same order of rows, so that all rows are
-            yielded at once.
+        is_one: Whether the Hugging Face tensor has its rows in the same order. All rows are then
+            yielded as one run.
     """
     if is_one:
         yield _Run(0, sum(size.blocks), 0, 0)
@@ -409,7 +411,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the Hugging Face tensors that the core tensors consist of, by name."""
+    """Returns the shapes, by name, of the Hugging Face tensors that make up the core tensors."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -436,7 +438,7 @@ class HuggingFaceReader:
 
     Raises:
         ConfigError: If the trainer does not support the model.
-        CheckpointError: If the folder lacks tensors of the model, or has further ones.
+        CheckpointError: If the folder lacks tensors of the model, or has others.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -503,10 +505,10 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Returns the name in the folder of each Hugging Face tensor; checks names and shapes."""
+        """Maps each Hugging Face tensor to its name in the folder; checks names and shapes."""
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # Folders of a model without its head leave out the first part of all names (model.).
+        # If a folder has a model without its head, all names lack their first part (``model.``).
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]
@@ -537,7 +539,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor repeats another one, by its name.
+        """Returns whether a tensor is one that duplicates another tensor of the model.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -569,10 +571,10 @@ class HuggingFaceReader:
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
     """Divides a region of a core tensor into parts that each come from one Hugging Face tensor.
 
-    Rows of the region that only pad a vocabulary are set to zero.
+    Rows of the region that are padding of the vocabulary are set to zero.
 
     Args:
-        tensor: Shape and sources of the core tensor, which is named as in megatron-core.
+        tensor: Shape and sources of the core tensor.
         offset: Index of the region's first element, per axis of the core tensor.
         target: Tensor with the shape of the region.
 
@@ -597,7 +599,7 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
-    """Checks that a folder has the tensors of a model. Reads only the headers of its files.
+    """Checks that a folder has a model's tensors. Reads only the headers of the folder's files.
 
     Raises:
         AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
@@ -608,7 +610,7 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # Add the token ID for the end of a document, which NullTokenizer does not count.
+        # NullTokenizer does not count the end-of-document token in vocab_size, so add it.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -729,7 +731,8 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
     A folder that has them already stays unchanged.
 
     Args:
-        sources: Folders to look in. Files are copied from the first that has a configuration.
+        sources: Folders to look in. Files are copied from the first folder that has a
+            configuration.
         checkpoints: Folder of checkpoints.
 
     Raises:

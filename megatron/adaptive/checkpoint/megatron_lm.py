@@ -1,8 +1,8 @@
 """Builds a manifest for a checkpoint that Megatron-LM wrote.
 
 Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
-manifest contains those that decide which weights the model has and how it uses them. They are
-compared with the settings of the run that loads the checkpoint, as for this program's own
+manifest contains the arguments that decide which weights the model has and how it uses them. They
+are compared with the settings of the run that loads the checkpoint, as for this program's own
 checkpoints. Random states are not read, because dropout depends only on the seed and the position
 of each microbatch.
 """
@@ -56,7 +56,8 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# Arguments of Megatron-LM that are copied to the manifest, by group of settings in this program.
+# Arguments of Megatron-LM that are copied to the manifest. The keys are this program's groups of
+# settings.
 _COMPARED = {
     "model": (
         *SHAPES,
@@ -83,7 +84,7 @@ def make_manifest(
         path: Path of the checkpoint.
         files: Size in bytes of each file of the checkpoint, by name.
         common: State that all ranks share, read from ``common.pt``.
-        config: Settings of the run that loads the checkpoint. They are used for arguments that the
+        config: Settings of the run that loads the checkpoint. They replace arguments that the
             checkpoint does not have.
 
     Raises:
@@ -124,11 +125,12 @@ def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
     """Checks that a distributed optimizer's state can be loaded with other parallel sizes.
 
     Args:
-        path: Path of the checkpoint, for the error.
+        path: Path of the checkpoint, for the error message.
         content: Content metadata of the checkpoint, from Megatron-LM.
 
     Raises:
-        CheckpointError: If the state can be loaded only with the parallel sizes it was saved with.
+        CheckpointError: If the state can be loaded only with the parallel sizes with which it was
+            saved.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(

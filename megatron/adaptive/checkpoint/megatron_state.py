@@ -36,9 +36,9 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Options for megatron-core. It saves one key per layer, so that a run with any partition of the
-# layers can load them. It saves optimizer state in the shape of the parameters, so that a run with
-# any parallel sizes can load it.
+# Options for megatron-core. With them, it saves one key per layer, so that a run with any partition
+# of the layers can load the checkpoint. It saves optimizer state in the shape of the parameters, so
+# that a run with any parallel sizes can load the state.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -50,10 +50,10 @@ _GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU gen
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Key in the optimizer's state under which the state of the experts' separate optimizer is stored.
+# Key in the optimizer's state for the state of the separate optimizer that experts have.
 _EXPERTS = "experts"
 
-# Names of the scheduler's settings in a checkpoint, with the flags that set them, for errors.
+# Maps the scheduler's settings in a checkpoint to the flags that set them, for error messages.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -68,7 +68,7 @@ _SCHEDULE_FLAGS = {
 
 
 def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
-    """Returns the number of embedding rows, also on stages without the embedding."""
+    """Returns the number of embedding rows, even on a rank that does not hold the embedding."""
     return int(unwrap_model(chunks[0]).vocab_size)
 
 
@@ -100,7 +100,7 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Removes second copies of a tensor on this rank from a state to save.
+    """Removes duplicates of this rank's tensors from a state that is going to be saved.
 
     If the first and last stage are on the same rank, both copies of a tied embedding, and of its
     optimizer state, have the same name. megatron-core chooses one rank to write the tensors of a
@@ -123,7 +123,7 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Copies tensors of a loaded state that share memory, in place; returns the state.
+    """Gives each tensor of a loaded state its own memory; changes and returns the state.
 
     If a rank has two tensors of the same name, such as the copies of a tied embedding,
     megatron-core's parallel load returns the same memory for both. The optimizer would then update
@@ -162,16 +162,15 @@ def sharded_optimizer(
 ) -> dict[str, Any]:
     """Returns the optimizer's state, with offsets in the tensors of the whole model.
 
-    With expert parallelism, experts have a separate optimizer. The names of its tensors differ from
-    those of the other optimizer. The names of its parameter groups do not, but those are never
-    read.
+    With expert parallelism, experts have a separate optimizer. Its tensors have other names than
+    those of the main optimizer. Its parameter groups have the same names as the main optimizer's,
+    but the groups of experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
         model_state: Sharded weights, from :func:`sharded_model`.
         metadata: Metadata that :func:`sharded_model` was called with.
-        loading: Whether the caller will load a checkpoint, and only uses shapes and offsets of the
-            result.
+        loading: Whether a checkpoint will be loaded. Then only shapes and offsets are used.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
@@ -193,8 +192,8 @@ class StateParts:
     """Holds a rank's state, split into tensors, objects and common values.
 
     Attributes:
-        pieces: Tensors by name and offset in the whole tensor.
-        objects: Values other than tensors by megatron-core's name; several may have the same name.
+        pieces: Parts of tensors, by name and offset in the whole tensor.
+        objects: Lists of values that are not tensors, by megatron-core's name; one list per name.
         common: Values that all ranks share, by name.
     """
 
@@ -211,7 +210,7 @@ class StateParts:
         Args:
             sharded_state_dict: Nested dictionary whose leaves are shards.
             common: Values that all ranks share, by name.
-            is_whole: Whether to keep shards of which another rank writes a copy.
+            is_whole: Whether to keep shards that another rank also writes.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -243,14 +242,14 @@ class StateParts:
 
 
 def _is_nothing(data: Any) -> bool:
-    """Returns whether a layer's extra state is empty. Without 8-bit types it always is."""
+    """Returns whether a layer's extra state is empty, as it always is without 8-bit formats."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the memory addresses of all weights and optimizer state, to detect moves."""
+    """Returns the memory addresses of all weights and optimizer state, to detect moved tensors."""
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
@@ -272,7 +271,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the optimizer's values other than tensors in a state that was split before.
+    """Updates the optimizer's values that are not tensors, in a state that is reused for a save.
 
     Args:
         common: Part of the optimizer's state that all ranks share; changed in place.
@@ -311,7 +310,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """
     first, *rest = _leaves(optimizer)
     experts = state.pop(_EXPERTS, {})
-    _move_step_to_groups(state)  # Megatron-LM saves the step outside of the groups
+    _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups
     step = state.get("optimizer", state)["param_groups"][0]["step"]
     for leaf in rest:
         # A run without expert parallelism saves no groups for experts, so use this run's groups.
@@ -355,7 +354,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
     Args:
         optimizer: megatron-core's optimizer.
         saved: Part of the checkpoint's optimizer state that all ranks share.
-        name: Name of the checkpoint in the text of the error.
+        name: Name by which the error message refers to the checkpoint.
 
     Raises:
         CheckpointError: If the checkpoint has another number of groups.
@@ -379,7 +378,7 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 def _leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers in megatron-core's chain.
 
-    There is one, and with expert parallelism a second one for the experts.
+    There is one optimizer. With expert parallelism, a second optimizer follows, for the experts.
     """
     return list(optimizer.chained_optimizers)
 
@@ -409,8 +408,8 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # A fused Adam needs the step count on the device. A checkpoint of an Adam that is
-                # not fused has the count on the host.
+                # A fused Adam needs the step count on the device. A checkpoint of another Adam has
+                # the count in host memory.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
@@ -429,8 +428,8 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
     """Gives the distributed optimizer a step count if it has no parameter on this rank.
 
     With torch's Adam, megatron-core reads the step count from the state of a parameter. Without
-    this function that fails on a rank without parameters. Examples are an empty stage, or more
-    data-parallel ranks than elements.
+    this function, that would fail on a rank without parameters. A rank has none if its stage is
+    empty, or if there are more data-parallel ranks than elements.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer
@@ -488,7 +487,7 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # updates the weight decay in the groups, which is still the former one
+    scheduler.step(0)  # sets the groups' weight decay, which loading leaves unchanged
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -496,7 +495,7 @@ def _constant_decay(state: Mapping[str, Any]) -> bool:
 
 
 def sharded_rng(config: TrainerConfig) -> ShardedObject:
-    """Returns the random states of this rank, for a run with the same parallel sizes."""
+    """Returns this rank's random states, which a run with the same parallel sizes can load."""
     shape, position = _mesh_position(config)
     state = {
         "python": random.getstate(),

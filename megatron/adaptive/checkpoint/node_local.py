@@ -1,4 +1,4 @@
-"""Writes checkpoints to the nodes' local disks, and uploads them to shared storage during training.
+"""Writes checkpoints to the nodes' local disks, and uploads them while training continues.
 
 ::
 
@@ -16,7 +16,7 @@
 A checkpoint can be loaded once it is complete in shared storage. A node's local disk then serves as
 a faster source of the same files. It also allows a new run to finish an upload that the previous
 run could not. Each rank copies some of its node's files. About once a second, all ranks exchange
-their errors and whether any has more to copy.
+their errors and whether any rank has more to copy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Stored = Mapping[str, Any]
 
 
 class _NodeFolder(StepFolders):
-    """A folder on a node's local disk with those files of checkpoints that its ranks write."""
+    """A folder on a node's local disk with the checkpoint files that the node's ranks write."""
 
     manifest_name = _MANIFEST
 
@@ -69,8 +69,7 @@ class LocalDisk:
     All ranks must call each method together.
 
     Args:
-        job: Rank, process groups and environment of this process. The job's timeout also limits
-            waits for uploads.
+        job: Rank, process groups and environment. Its timeout also limits waits for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
         keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
@@ -80,7 +79,7 @@ class LocalDisk:
         shared: Folder of checkpoints in shared storage.
         done: Queue of (step, path) for each checkpoint that is complete in shared storage.
         resumed: Step that the run resumed from. Later steps on the local disk are outdated, because
-            the run repeats them; the first save removes them.
+            the run repeats them. The first save removes them from the disk.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -205,7 +204,7 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # discarded, because this run did not write it
+                self.done.get()  # remove the entry, as this run did not write the checkpoint
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
@@ -340,12 +339,12 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns the manifests on this node's disk by step, without those that cannot be read."""
+        """Returns the manifests on this node's disk that can be read, by step."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Manifests of former versions have most entries in a nested mapping.
+                # Manifests of earlier versions have most entries in a nested mapping.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     manifests[step] = stored
@@ -364,7 +363,7 @@ class BackgroundWrite(threading.Thread):
     """Thread that writes one checkpoint while training continues.
 
     Args:
-        write: Function that writes the checkpoint and returns its path, or ``None`` if the
+        write: Function that writes the checkpoint and returns its path. It returns ``None`` if the
             checkpoint is not at its final path yet.
         step: Step of the checkpoint.
         done: Queue that receives (step, path) once the checkpoint is complete.
@@ -451,7 +450,7 @@ def writing(
         step: Step that is written.
         job: Rank, process groups and environment of this process.
         ranks: Group of all ranks, over which the ranks communicate.
-        message: Text of the error, in which the cause replaces ``{}``.
+        message: Error message, in which the cause replaces ``{}``.
 
     Raises:
         CheckpointError: On all ranks, instead of a CheckpointError that the ``with`` block raised.
@@ -464,7 +463,7 @@ def writing(
 
         def clear(text: str = str(error)) -> str:
             """Removes the partial folder; returns the cause of the failure, as far as known."""
-            if folder.lease is not None:  # without a lease it may be the folder of another job
+            if folder.lease is not None:  # without a lease, the folder may belong to another job
                 folder.abandon(step)
                 try:
                     folder.lease.require()
@@ -474,7 +473,7 @@ def writing(
                     return text
             return text
 
-        if isinstance(error, CheckpointError):  # raised on all ranks, which wait for the removal
+        if isinstance(error, CheckpointError):  # raised on all ranks, so all can call on_first()
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
         if ranks.is_first:
@@ -497,10 +496,9 @@ def prepare(
         job: Rank, process groups and environment of this process.
         remedy: Advice for the error if the folder cannot be written.
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
-        latest: Function that returns the newest step in ``shared``, 0 if there is none, and
-            ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, and two on local
-            disks.
+        latest: Function that returns the newest step in ``shared``, or 0 if there is none. It
+            returns ``None`` if the run does not resume from ``shared``.
+        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, two on local disks.
 
     Returns:
         Object that manages this node's local files, ``None`` without local disks.

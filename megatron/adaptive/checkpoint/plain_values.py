@@ -28,22 +28,23 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # the line is padded to a multiple of this, so that longer numbers rarely move the rest
-_LONG = 16  # minimum length of a list of integers that is written as bytes
+_LINE = 256  # The line is padded to a multiple of this, so the bytes after it rarely move.
+_LONG = 16  # Minimum length of a list of integers that is written as bytes.
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def dumps(value: Any) -> bytes:
-    """Serializes plain values.
+    """Serializes a value to bytes, which :func:`loads` can read safely.
 
     Args:
-        value: Value made of dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors,
-            arrays, :class:`io.BytesIO`, and types and devices of torch.
+        value: Value made of plain Python types, tensors and arrays. Allowed are dictionaries,
+            lists, tuples, sets, numbers, strings, bytes, tensors, arrays, :class:`io.BytesIO`, and
+            types and devices of torch.
 
     Raises:
-        TypeError: If ``value`` contains an object of another type; the text says where.
+        TypeError: If ``value`` contains an object of another type; the message says where.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
@@ -55,7 +56,7 @@ def loads(data: bytes | bytearray) -> Any:
     """Reads the bytes that :func:`dumps` returned; copies tensors and arrays out of ``data``.
 
     Raises:
-        ValueError: If :func:`dumps` cannot have written the bytes.
+        ValueError: If the bytes do not have the format that :func:`dumps` writes.
     """
     end = data.find(b"\n") + 1
     if not end:
@@ -76,7 +77,7 @@ class _Writer:
 
         Args:
             value: Value to convert.
-            where: Position of the value in the whole, for errors.
+            where: Position of the value in the outermost value, for error messages.
         """
         if type(value) in _PLAIN:
             return value

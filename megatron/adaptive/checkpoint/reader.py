@@ -10,7 +10,7 @@ the target tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.
 checksum of each block of a file is compared before the block is used. No data can run code while it
 is read.
 
-Checkpoints of former versions and of Megatron-LM have ``.metadata`` instead of an index, and each
+Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index, and each
 tensor and object was written by ``torch.save``. They are opened only if the caller trusts them.
 Even then they are read by restricted unpicklers, which create only tensors, plain values and the
 classes of an index. Objects of other classes, such as enumerations in Megatron-LM's arguments, are
@@ -70,7 +70,7 @@ class SavedPart:
         size: Shape of the part.
         file: Name of the file.
         begin: Offset of the part in the file in bytes.
-        pickled: Length in bytes of the part if ``torch.save`` wrote it, ``None`` for raw bytes.
+        pickled: Size in bytes of the part if ``torch.save`` wrote it; ``None`` if it is raw bytes.
     """
 
     offset: Sequence[int]
@@ -97,7 +97,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Requests to read a region of a tensor.
+    """Describes a region of a tensor to read, and the memory that receives it.
 
     Attributes:
         name: Name of the tensor.
@@ -120,13 +120,12 @@ class CheckpointReader:
         path: Path of the checkpoint.
         files: Size in bytes of each file, from the manifest.
         blocks: Checksums of each file's blocks, from the manifest.
-        near: Paths of copies of files on the local disk, by file name. They are read first.
+        near: Paths of the files' copies on the local disk, by file name. Copies are read first.
 
     Attributes:
         path: Path of the checkpoint.
-        tensors: Description of each tensor, by name.
-        objects: File, offset and length of each other object by megatron-core's name; ``None`` for
-            an empty object.
+        tensors: Type, shape and saved parts of each tensor, by name.
+        objects: File, offset and length of each other object, by name; ``None`` if it is empty.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -213,8 +212,8 @@ class CheckpointReader:
 
         Args:
             name: Name of the file.
-            former: Name of the corresponding file, written by ``torch.save``, in checkpoints of
-                former versions.
+            former: Name of the corresponding file in checkpoints of earlier versions.
+                ``torch.save`` wrote that file.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -256,7 +255,7 @@ class CheckpointReader:
     def _fill(
         self, part: SavedPart, dtype: torch.dtype, start: Sequence[int], region: torch.Tensor
     ) -> None:
-        """Reads ``region``, whose first element has the index ``start`` in a saved part."""
+        """Reads ``region`` from a saved part, starting at the index ``start`` in that part."""
         if part.pickled is not None:
             data = self._bytes(part.file, part.begin, part.pickled)
             saved = self._guarded(part.file, lambda: _unpickled(data))
@@ -300,7 +299,7 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action``, which parses a file; raises its errors as DamagedCheckpointError."""
+        """Runs ``action``, which parses a file; replaces its errors by DamagedCheckpointError."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
@@ -355,7 +354,7 @@ class _Region(NamedTuple):
         part: Saved part of the tensor.
         dtype: Type of the saved elements.
         start: Index of the overlap's first element in the saved part.
-        target: View of the requested region, of the elements to read from the saved part.
+        target: View of the overlap in the caller's tensor, which receives the elements.
     """
 
     part: SavedPart
@@ -391,11 +390,11 @@ class _Refused(pickle.UnpicklingError):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads the pickle ``.metadata``, and rejects names that do not belong to an index."""
+    """Reads the pickle ``.metadata``, and rejects classes and functions that no index needs."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # records which rank wrote which tensor, and is not needed to read
+        if module == _PLANS:  # records which rank wrote what, which reading does not need
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")
@@ -418,7 +417,7 @@ def _unpickled(data: bytearray) -> Any:
 
 
 class UnreadObject:
-    """Placeholder for an object whose class is not allowed; has its plain attributes."""
+    """Placeholder for an object whose class is not allowed; it keeps the object's attributes."""
 
     def __init__(self, *_: object) -> None:
         pass

@@ -115,8 +115,8 @@ class TensorFolder:
                 as a matrix with one column.
             row: Index of the first row to read.
             column: Index of the first column to read.
-            target: Tensor ``[rows, columns]`` of any type, layout and device, which receives the
-                values.
+            target: Tensor ``[rows, columns]`` that receives the values. It may have any type,
+                layout and device.
 
         Raises:
             DamagedCheckpointError: If the file is truncated.
@@ -161,7 +161,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Returns the names of the tensors in each file of the model, as the index lists them."""
+        """Maps each file of the model to the names of the tensors that the index lists for it."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -223,9 +223,8 @@ def write_folder(
         tensors: Element type and shape of each tensor by name, in the model's order.
         read: Function that returns the tensor with a given name, contiguous in host memory. It is
             called once per tensor.
-        shard_bytes: Maximum size of a file in bytes. A tensor larger than this gets a file of its
-            own.
-        single: Name of the file if all tensors fit into one file.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        single: Name of the only file, if all tensors fit into one.
 
     Raises:
         OSError: If a file cannot be written.
@@ -234,7 +233,7 @@ def write_folder(
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in bytes_of.items():
-        # A tensor larger than the limit gets a file of its own, before the file being filled.
+        # Put a file with a tensor larger than the limit before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue

@@ -6,8 +6,8 @@
     behind    state ─> copy in memory ─> folder, in a thread       training waits for the copy
     (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
-The trainer and ``Pipeline`` each have a function that returns their state as a
-:class:`TakenState`. The rest is the same for both: a checkpoint is complete or absent, old ones are
+The trainer and ``Pipeline`` each have a function that returns their state as a :class:`TakenState`.
+This module does the rest for both: a checkpoint is either complete or absent, old checkpoints are
 removed, and only one save runs at a time.
 """
 
@@ -47,8 +47,8 @@ class CheckpointSaver:
 
     Args:
         job: Rank, process groups and environment of this process.
-        local: Local disk of this node, to which checkpoints are written first; ``None`` to write to
-            their folder directly.
+        local: Local disk of this node, to which checkpoints are written first. With ``None``, they
+            are written to their folder directly.
 
     Attributes:
         local: Local disk of this node, ``None`` without one and after :meth:`close`.
@@ -114,7 +114,7 @@ class CheckpointSaver:
             return path
         if self._background is None:
             # The background thread needs its own process group, because training may communicate
-            # over the other one at the same time.
+            # over the existing group at the same time.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
         state = self._host.take(take())
@@ -134,8 +134,8 @@ class CheckpointSaver:
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of the save, by which files on local disks are recognized; empty if
-                there are none.
+            save_id: Identifier of the save, by which its files on local disks are recognized. It is
+                empty if local disks have no such files.
             files: Size in bytes of each file of the checkpoint, by name.
             sums: Checksums of each file's blocks, by name.
 
@@ -151,7 +151,7 @@ class CheckpointSaver:
     def completed(self) -> tuple[int, Path] | None:
         """Returns step and path of a checkpoint that was completed in the background.
 
-        Each checkpoint is returned once; ``None`` if there is no further one.
+        Returns each such checkpoint once, and ``None`` if there is no other.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -200,10 +200,10 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Waits for the previous checkpoint; returns whether it failed. Equal on all ranks.
+        """Waits for the previous checkpoint; returns, on all ranks, whether writing it failed.
 
         Args:
-            step: Step of the next checkpoint, for the warning.
+            step: Step of the next checkpoint, which the warning names.
         """
         try:
             self.finish()
@@ -227,7 +227,7 @@ class CheckpointSaver:
         message: str,
         keep: int | None,
     ) -> Path | None:
-        """Writes a checkpoint; returns its path, ``None`` if it is still on local disks only."""
+        """Writes a checkpoint; returns its path, or ``None`` if only local disks have it so far."""
         local = self.local
         if (
             local is not None
@@ -257,13 +257,13 @@ def load_first_whole(
     """Loads the first checkpoint that is not damaged. Collective.
 
     Args:
-        steps: Steps to try in this order; at least one.
+        steps: Steps of the checkpoints to try, in this order; at least one.
         load: Function that loads the checkpoint of a step. If it fails, it must raise the same
             error on all ranks.
         ranks: Group of all ranks, over which the ranks communicate.
 
     Raises:
-        CheckpointError: If no checkpoint could be loaded. It is the error of the first step.
+        CheckpointError: If no checkpoint could be loaded. The error is the one from the first step.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -285,10 +285,11 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Checks that a folder that another rank has made exists on this rank too.
+    """Checks that this rank can see a folder that another rank has made.
 
     Raises:
-        CheckpointError: If the folder does not exist here, because the nodes do not share it.
+        CheckpointError: If the folder does not exist on this node, because the nodes do not share
+            it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
@@ -296,7 +297,7 @@ def require_seen(path: Path, job: Job) -> None:
 
 
 class _HostCopy:
-    """Copies the state's tensors to host memory, which the next copy reuses."""
+    """Copies the state's tensors to host memory, and reuses that memory for later copies."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
@@ -312,7 +313,7 @@ class _HostCopy:
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if layout != self._layout:
-            self._copies = []  # frees their memory before the new allocation
+            self._copies = []  # frees the old copies before the new allocation
             self._layout = layout
             self._copies = _room_for(tensors, gpu)
         if self._copies:
@@ -334,7 +335,7 @@ def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    # Lock (pin) the pages: otherwise the GPU's driver would copy through a buffer of its own.
+    # Lock (pin) the pages: otherwise the GPU's driver would copy all data through another buffer.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

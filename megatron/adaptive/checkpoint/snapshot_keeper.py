@@ -16,11 +16,11 @@ any moment, the older step is therefore complete. The buddy, the node that store
 snapshots too, has the same file without the last part.
 
 One thread per rank sends each copied step to the buddy while training continues, in messages with
-an authentication code (MAC). The rank gets an answer once the buddy has received all of the step.
-Both nodes store a checksum of the sent bytes with the step, which a restore compares. Ranks connect
-over a Unix socket, which accepts only the same user. Buddies connect over TCP and must prove that
-they know the job's secret. A restore opens the files through their descriptors in this process
-(``/proc/<pid>/fd``). Snapshots are lost when this process ends.
+an authentication code (MAC). The rank gets an answer once the buddy has received the whole step.
+Both nodes store a checksum of the sent bytes with the step. A restore compares these checksums.
+Ranks connect over a Unix socket, which accepts only the same user. Buddies connect over TCP and
+must prove that they know the job's secret. A restore opens the files through their descriptors in
+this process (``/proc/<pid>/fd``). Snapshots are lost when this process ends.
 
 This module does not import torch, because the node's agent does not load torch.
 """
@@ -52,17 +52,17 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # sizes in bytes: head, slot
-_MARKS = struct.Struct("<QQQ")  # step begun, step done, size of extra in bytes
-_SENT = struct.Struct("<QQ")  # stored after the marks: step, checksum of its sent bytes
+_LENGTHS = struct.Struct("<QQ")  # Sizes in bytes of head and slot.
+_MARKS = struct.Struct("<QQQ")  # Step begun, step done, size of the extra bytes.
+_SENT = struct.Struct("<QQ")  # Stored after the marks: step, checksum of its sent bytes.
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
-_RUN_S = 30.0  # maximum time in seconds until the buddy's agent has started its ranks too
+_STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has started its ranks too.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # step, slot, size of extra in bytes
-_KEPT = struct.Struct("<Q")  # step
+_FRAME = struct.Struct("<QQQ")  # Step, slot, size of the extra bytes.
+_KEPT = struct.Struct("<Q")  # Step.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -71,7 +71,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size of a slot in bytes, given the sizes of its extra bytes and tensors."""
+    """Returns the size in bytes of a slot with the given sizes of extra bytes and tensors."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
@@ -100,8 +100,9 @@ class SnapshotFile:
         """Makes a file and allocates its memory.
 
         Args:
-            head: JSON with at least three sizes in bytes: ``extra_bytes``, the maximum of a step's
-                extra bytes, ``tensor_bytes`` of all tensors and ``sent_bytes`` of those to be sent.
+            head: JSON with the entries ``extra_bytes``, ``tensor_bytes``, ``sent_bytes`` and
+                others. These three are the maximum size of a step's extra bytes, the size of all
+                tensors, and the size of the tensors to be sent.
             whole: Whether the file has space for all tensors, or only for those that are sent.
 
         Raises:
@@ -140,7 +141,7 @@ class SnapshotFile:
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Returns the index of the slot of each complete step, by step."""
+        """Maps each step that is complete in the file to the index of its slot."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -149,7 +150,7 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores the checksum of a slot's extra bytes and sent tensors after its marks."""
+        """Stores the checksum of a slot's extra bytes and sent tensors, after the slot's marks."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
@@ -171,7 +172,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
     def sent(self, slot: int) -> memoryview:
-        """Returns the bytes of those tensors in a slot that are sent to the buddy."""
+        """Returns the bytes of a slot's tensors that are sent to the buddy."""
         start = self.tensors_offset(slot)
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
@@ -180,7 +181,7 @@ class SnapshotFile:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-        with contextlib.suppress(BufferError):  # a view is still in use and keeps the mapping
+        with contextlib.suppress(BufferError):  # a view of the memory is still in use
             self.memory.close()
 
     def _marks(self, slot: int) -> tuple[int, int, int]:
@@ -211,7 +212,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the file with snapshots of one rank; ``key`` identifies the rank and its start."""
+    """Holds the file with snapshots of one rank; ``key`` identifies the run, rank and file."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -228,7 +229,7 @@ class SnapshotKeeper:
     """Stores snapshots of this node's ranks and, as a buddy, of another node's ranks.
 
     Args:
-        host: Address to listen on for other nodes, the empty string for all addresses.
+        host: Address at which to listen for other nodes; empty for all addresses of this machine.
 
     Raises:
         OSError: If a socket cannot be opened.
@@ -254,7 +255,7 @@ class SnapshotKeeper:
         """Discards all snapshots and prepares for a new start of the ranks.
 
         Args:
-            run: Identifier of the new start, the same on all nodes.
+            run: Identifier of this start of the ranks, the same on all nodes.
             secret: Secret by which the keepers of a job authenticate each other.
             buddy: Node that also stores this node's snapshots, ``None`` for none.
         """
@@ -271,8 +272,7 @@ class SnapshotKeeper:
         """Waits until no connection is open, and returns a description of each snapshot file.
 
         Args:
-            within_s: Maximum time in seconds to wait for ranks to end and for transfers to
-                complete.
+            within_s: Maximum time in seconds to wait for the end of ranks and of transfers.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -311,7 +311,7 @@ class SnapshotKeeper:
         threading.Thread(target=action, args=arguments, name="snapshots", daemon=True).start()
 
     def _accept(self) -> None:
-        """Accepts connections of ranks on the Unix socket, and closes those of other users."""
+        """Accepts ranks' connections on the Unix socket, and closes connections of other users."""
         while True:
             try:
                 connection, _ = self._local.accept()
@@ -333,7 +333,7 @@ class SnapshotKeeper:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Serves one connection, and closes it after an error, so that the peer notices."""
+        """Serves one connection, and closes it at the end, even after an error."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -382,7 +382,7 @@ class SnapshotKeeper:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank on another node, whose buddy this node is."""
+        """Receives the snapshots of a rank on a node that has this node as its buddy."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
@@ -424,7 +424,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a file's steps; at the second one, discards the file that it replaced.
+        """Counts the snapshots in a file; at the second, discards the file that this file replaced.
 
         A rank makes a new file if the number or shapes of its tensors change, for example because
         stages move.
@@ -446,7 +446,7 @@ class SnapshotKeeper:
 
 
 class _Stream:
-    """Connection over which the snapshots of one rank are sent to the buddy."""
+    """Sends the snapshots of one rank to the buddy over a connection."""
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file

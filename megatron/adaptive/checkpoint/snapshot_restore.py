@@ -6,8 +6,8 @@
     assemble  on one node, after that: writes the index of all files and completes the checkpoint
 
 The program has one argument, a JSON object. Its exit status is 0, or 2 after it has printed an
-error. The checkpoint has one file per node instead of one per rank, and otherwise the usual format.
-It gets its final name only when it is complete.
+error. The checkpoint has the usual format, except that it has one file per node instead of one per
+rank. It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def write(order: Mapping[str, Any]) -> None:
             ``is_pipeline``: whether it is a folder of a ``Pipeline``. ``step``: step of the
             snapshots. ``lease``: number of the manager's lease, 0 for none. ``index``: index of
             this node. ``has_common``: whether this node writes the files that exist once per
-            checkpoint. ``parts``: paths of snapshot files (``file``), each with the indices of
-            the sets of tensors to write from the file (``needs``).
+            checkpoint. ``parts``: list of snapshot files, each with its path (``file``) and the
+            numbers of the sets of tensors to write from it (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.
@@ -106,8 +106,8 @@ def assemble(order: Mapping[str, Any]) -> None:
     """Completes a checkpoint after each node has written its part.
 
     Args:
-        order: Settings of the command: ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` as
-            for :func:`write`, and ``count``, the number of nodes.
+        order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` are
+            as for :func:`write`, and ``count`` is the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -152,7 +152,7 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Opens a snapshot file through the descriptor of the process that keeps it."""
+    """Opens a snapshot file through the file descriptor of the process that has it open."""
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
@@ -161,7 +161,7 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
-    """Splits a slot's extra bytes into the line of JSON at their beginning and the rest."""
+    """Splits a slot's extra bytes into their first line, which is JSON, and the rest."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
 

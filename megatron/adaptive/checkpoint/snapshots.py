@@ -42,7 +42,7 @@ from megatron.adaptive.profiling.free_memory import available_host_bytes
 _SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may take
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # free space for a step's extra bytes to grow
+_ROOM_BYTES = 1 << 16  # reserved space, because a step's extra bytes may grow
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -57,8 +57,8 @@ class SnapshotSettings:
         address: Address of the keeper, an abstract Unix socket.
         run: Identifier of this start of the ranks; another one is used after a restart.
         node: Name of the node that the ranks run on.
-        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
-            or of a machine with several nodes.
+        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
+            of a node, or of a machine with several nodes.
         buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         every: Number of iterations from one snapshot to the next.
         limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
@@ -74,7 +74,7 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Parses the settings from JSON, the value of the environment variable."""
+        """Parses the settings from the JSON in the environment variable that the agent sets."""
         return cls(**parse_json(text))
 
 
@@ -86,7 +86,7 @@ class SnapshotState(ABC):
         """Returns the current tensors, and the rest of the state as bytes (extra bytes).
 
         Collective. If all tensors are at the same addresses as in the last call, ``None`` is
-        returned instead of them. The extra bytes begin with a line of JSON.
+        returned instead of the tensors. The extra bytes begin with a line of JSON.
         """
 
     @abstractmethod
@@ -98,12 +98,12 @@ class SnapshotState(ABC):
         """
 
     def is_changed(self) -> bool:
-        """Returns whether number or shapes of the tensors changed since the last snapshot."""
+        """Returns whether the number or the shapes of tensors changed since the last snapshot."""
         return False
 
 
 class NoSnapshots:
-    """Takes no snapshots; stands in for :class:`Snapshots` if they are off."""
+    """Takes no snapshots; replaces :class:`Snapshots` if snapshots are turned off."""
 
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is stored on all nodes.
@@ -195,7 +195,7 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            # Take no snapshot of this step. At the next one all ranks make new, larger files.
+            # Take no snapshot of this step. At the next snapshot, all ranks make new, larger files.
             self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return
@@ -222,7 +222,7 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Closes the file on this side; the keeper still stores its snapshots."""
+        """Closes the file in this process; the keeper still has the file and its snapshots."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -241,7 +241,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Makes a plan of which rank copies which part, and this rank's file. Collective."""
+        """Plans which rank copies which part, and makes this rank's file. Collective."""
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -300,7 +300,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Makes tensors in the memory of the file's slots, into which the state is copied."""
+        """Makes the tensors that the state is copied into, in the memory of the file's slots."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -321,7 +321,7 @@ class Snapshots(NoSnapshots):
         self._sources = tensors
 
     def _versions(self) -> list[int]:
-        """Returns each tensor's version counter, which torch increases at each change in place."""
+        """Returns each tensor's version counter, which torch increases at each in-place change."""
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
@@ -360,7 +360,7 @@ class Snapshots(NoSnapshots):
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has stored the last step; returns the error's text or ``""``."""
+        """Waits until the keeper has stored the last step; returns an error message, or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -412,12 +412,12 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Describes the state and the node of one rank, as input of the plan.
+    """Describes the state and the node of one rank, as input of :func:`make_plan`.
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, a set of ranks that are lost together: those of a node,
-            or of a machine with several nodes.
+        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
+            of a node, or of a machine with several nodes.
         buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
         machine: Name of the machine that the node is on.
         available_bytes: Free memory of the machine in bytes.
@@ -456,7 +456,7 @@ class SnapshotPlan:
     node is copied by one rank and sent to the node's buddy. All ranks compute the same plan.
 
     Attributes:
-        needs: Description of the ranks that copy each part, by part.
+        needs: Maps each part to the ranks that copy it, and whether the copy is sent.
         sent_bytes: Size in bytes of the tensors that each rank sends per snapshot, by rank.
         tensor_bytes: Size in bytes of the tensors that each rank copies per snapshot, by rank.
     """
@@ -472,7 +472,7 @@ class SnapshotPlan:
 
 
 def _within_slot(size: int) -> int:
-    """Returns the size of a tensor in a slot in bytes, including the padding after the tensor."""
+    """Returns the size in bytes that a tensor takes in a slot, including the padding after it."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -480,7 +480,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
     """Returns a plan that balances the number of copied bytes among the ranks.
 
     Args:
-        ranks: State and node of each rank, in the order of ranks.
+        ranks: State and node of each rank, ordered by rank.
     """
     holders: dict[Part, list[int]] = {}
     sizes: dict[Part, int] = {}
@@ -511,11 +511,11 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns why the memory of a node is too small for a plan, ``None`` if all fit.
+    """Returns why a plan does not fit in a node's memory; ``None`` if it fits on all nodes.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.
-        ranks: State and node of each rank, in the order of ranks.
+        ranks: State and node of each rank, ordered by rank.
         limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)

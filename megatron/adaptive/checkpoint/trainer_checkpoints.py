@@ -80,8 +80,8 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
-# Suffix of the names under which layers of Transformer Engine save state for 8-bit types. The state
-# may be missing in a checkpoint, because this trainer does not use 8-bit types.
+# Suffix of the names under which layers of Transformer Engine save state for 8-bit number formats.
+# This state may be missing in a checkpoint, because this trainer does not use these formats.
 _SCRATCH = "_extra_state"
 
 # Settings of megatron-core that decide which weights a model has.
@@ -105,8 +105,7 @@ class Progress:
         iteration: Number of iterations done.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations whose update was skipped because gradients
-            overflowed.
+        skipped_iterations: Number of iterations without an update because of overflow.
     """
 
     iteration: int = 0
@@ -121,8 +120,8 @@ class Checkpoints:
     Args:
         run: Run with a built model. This object keeps references to the model, optimizer and
             scheduler only.
-        local: Local disk of the node, to which checkpoints are written first; ``None`` to write to
-            ``--save`` directly.
+        local: Local disk of the node, to which checkpoints are written first. With ``None``, they
+            are written to ``--save`` directly.
         config: Settings to use instead of the run's; ``None`` for the run's.
             ``config.checkpoint`` decides which state is saved and loaded.
 
@@ -149,7 +148,7 @@ class Checkpoints:
         """Writes a checkpoint. Returns its path, ``None`` if it is not complete yet.
 
         Args:
-            progress: Numbers of iterations and samples done. The iteration names the checkpoint.
+            progress: Counts of iterations and samples done. The iteration names the checkpoint.
             behind: Whether training continues while a background thread writes the checkpoint.
         """
         return self.saver.save(
@@ -167,13 +166,13 @@ class Checkpoints:
         Collective if the optimizer communicates.
 
         Args:
-            progress: Numbers of iterations and samples done, which the checkpoint records.
-            is_whole: Whether to include parts that another rank writes too. It must be the same in
-                each call.
+            progress: Counts of iterations and samples done, which the checkpoint records.
+            is_whole: Whether to include parts that another rank also writes. The value must be the
+                same in each call.
 
         Returns:
-            The parts. The object of the last call is reused, with updated values, if no tensor has
-            another address since then.
+            The parts. If no tensor has moved in memory since the last call, this is the object that
+            the last call returned, with updated values.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -185,7 +184,8 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so one check of them is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            preprocess_common_before_consistancy_check=lambda common: {},  # differs between stages
+            # Skip the comparison of the ranks' common values, because stages have different ones.
+            preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
         if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
@@ -203,7 +203,7 @@ class Checkpoints:
         return parts
 
     def manifest(self, progress: Progress) -> Manifest:
-        """Returns the manifest of a checkpoint of the current state."""
+        """Returns the manifest for a checkpoint of the current state."""
         return {
             "progress": dataclasses.asdict(progress),
             "config": self._config_dict,
@@ -279,7 +279,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # updates the 32-bit copies of the weights
+            self._optimizer.reload_model_params()  # updates the 32-bit weights, too
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -290,7 +290,7 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Returns this rank's current state, as the saver writes it."""
+        """Returns this rank's current state, in the form that the saver writes."""
         parts = self.apart(progress, is_whole=False)
         about = self.manifest(progress)
         return TakenState(
@@ -334,7 +334,7 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Returns the iterations whose checkpoints to try in turn, an empty list to start at 0.
+        """Returns the iterations whose checkpoints to try, in order; empty to start from scratch.
 
         Called on rank 0 only.
         """
@@ -392,7 +392,7 @@ class Checkpoints:
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
         """Reads the part of a checkpoint that this rank needs. Collective."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
-        content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
+        content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 saved no such metadata
         weights = state.sharded_model(self._chunks, content)
         has_all = has_adapters = True
         if self._config.lora.is_on:
@@ -416,7 +416,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # The errors of _read_shards name the ranks already.
+        # Do not add the ranks: the errors of _read_shards already name them.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -441,8 +441,8 @@ class Checkpoints:
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # The wrapper calls only the method load of megatron-core's strategy, so this object
-            # needs no other.
+            # The wrapper calls only the method ``load`` of a strategy, so this object needs no
+            # other method.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
@@ -453,7 +453,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks with equal state, which divide its reading and writing."""
+        """Returns the number of ranks with equal state, which share reading and writing it."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -477,7 +477,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Returns the weights of each chunk, without those of adapters or those of the base model.
+    """Selects the adapter weights of each chunk, its other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.
@@ -496,7 +496,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards that a checkpoint contains; state for 8-bit types may be missing.
+    """Returns the shards that a checkpoint contains; state for 8-bit formats may be missing.
 
     Raises:
         CheckpointError: If other shards are missing.
@@ -508,7 +508,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
         return shard.key in reader.tensors
 
     present, others = extract_matching_values(shards, is_there)
-    # Only layers of Transformer Engine save state for 8-bit types, so others' checkpoints lack it.
+    # Only layers of Transformer Engine save state for 8-bit formats, so other checkpoints lack it.
     keys = {shard.key for shard in nested_values(others)}
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
@@ -520,7 +520,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Returns a state in which the value from the checkpoint replaces each shard."""
+    """Reads all shards of a state, and returns the state with the values in place of the shards."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -558,7 +558,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
     state = dict_list_map_outplace(prepare_target, shards)
     reader.read(parts)
-    for rows in padding:  # rows that the saved vocabulary does not have, because it is padded less
+    for rows in padding:  # padding rows that the checkpoint does not have
         rows.zero_()
     return state
 
@@ -615,7 +615,7 @@ class RunState(SnapshotState):
 
     Args:
         run: Run with a built model.
-        progress: Function that returns the numbers of iterations and samples done so far.
+        progress: Function that returns the counts of iterations and samples done so far.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
@@ -656,10 +656,10 @@ def require_same_model(
         manifest: Manifest of the checkpoint.
         config: Settings of the run.
         padded_vocab_size: Number of rows of the run's embedding.
-        name: Name of the checkpoint in the text of the error.
+        name: Name by which the error message refers to the checkpoint.
 
     Raises:
-        CheckpointError: If the model is another one; the text lists the settings that differ.
+        CheckpointError: If the model is another one; the message lists the settings that differ.
     """
     saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
@@ -705,7 +705,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns the settings that decide which tensors an optimizer's state has, by flag."""
+    """Returns, by flag, the settings that decide which tensors an optimizer's state contains."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -728,7 +728,7 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each named setting that differs from the checkpoint's value."""
+    """Returns a line of text for each of the named settings that differs from the checkpoint."""
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Names of the files with values that all ranks of the trainer share: plain values and a pickle."""
+"""Names of the two files with values that all ranks of the trainer share: plain and pickled."""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -66,8 +66,8 @@ Part = tuple[str, tuple[int, ...]]
 Entry = dict[str, Any]
 """Describes a part of a tensor, or an object, for a checkpoint's index.
 
-The entry of a part has the keys that :func:`entry_of` sets, the entry of an object only ``name``.
-The write adds ``path``, the name of the file, and ``place``, a :class:`Place`.
+The entry of a part has the keys that :func:`entry_of` sets. The entry of an object has only
+``name``. :class:`ShardWriter` adds ``path``, the name of the file, and ``place``, a :class:`Place`.
 """
 
 
@@ -97,8 +97,8 @@ class SavedObject:
     """Holds a value of the state that is not a tensor.
 
     Attributes:
-        pickled: Bytes for torch and Megatron-LM, from :func:`pickled`.
-        plain: Bytes for this program, from :func:`plain_values.dumps`.
+        pickled: Value as a pickle, which torch and Megatron-LM read; from :func:`pickled`.
+        plain: Value as plain values, which this program reads; from :func:`plain_values.dumps`.
     """
 
     pickled: bytes
@@ -119,7 +119,7 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Holds a part of a tensor of the state.
+    """Holds a part of one of the tensors in the state.
 
     Attributes:
         tensor: Tensor with the data, which the optimizer's next update overwrites.
@@ -140,8 +140,8 @@ class TakenState:
         pieces: Parts of tensors. If several ranks have the same part, the first rank writes it.
         objects: Other values by name. If several ranks have the same name, the first rank writes
             the value.
-        once: Contents of files that exist once per checkpoint instead of once per rank, by file
-            name. Those of rank 0 are written.
+        once: Contents of files that exist once per checkpoint, not once per rank, by file name.
+            Only rank 0's contents are written.
         manifest: Function that returns the entries of the manifest except ``files`` and ``blocks``.
             Its arguments are the identifier of the save, empty if no local disks are used, and the
             group of all ranks. Collective; the result on rank 0 is used.
@@ -166,7 +166,7 @@ def entry_of(part: Part, piece: Piece) -> Entry:
 
 
 class ShardWriter:
-    """Writes the checkpoints of a run; divides the parts among ranks again only if they changed."""
+    """Writes a run's checkpoints; divides parts among ranks again only if the parts changed."""
 
     def __init__(self) -> None:
         self._layout: list[Entry] | None = None
@@ -250,7 +250,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of torch's index file and of this program's, by file name."""
+    """Returns the contents of the two index files, torch's and this program's, by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -299,8 +299,8 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Number of bytes that ``torch.save`` writes before a tensor's raw bytes, as far as
-            known. Missing entries are added.
+        heads: Number of bytes before a tensor's raw bytes in ``torch.save``'s output, by type and
+            shape. Missing entries are added.
 
     Returns:
         Position of each tensor and object in the file, and the file's size and checksums.
@@ -329,7 +329,7 @@ def write_file(
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        sync(path)  # here, because other nodes cannot flush this node's writes
+        sync(path)  # flush on this rank, because other nodes cannot flush this node's writes
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -358,7 +358,7 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory, or the tensor itself if it already has its own memory."""
+    """Returns the tensor in host memory, in a storage that contains nothing else."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
@@ -374,7 +374,8 @@ def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -
 def pickled(value: Any) -> bytes:
     """Returns the output of ``torch.save``.
 
-    ``torch.save`` does not write to the file itself, because it hides the causes of write errors.
+    Callers write these bytes to a file, because ``torch.save`` would hide the cause of a write
+    error.
     """
     return _buffered(value).getvalue()
 

@@ -1,4 +1,4 @@
-"""Runs one node's part in a job: connects to the manager, then starts and signals ranks for it.
+"""Runs one node's part in a job: connects to the manager, and starts and signals ranks for it.
 
 If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
 manager then makes the job save, starts the next layout without this node, and releases the agent.
@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status reported for a rank whose launch request the node refused as not permitted."""
+"""Exit status reported for a rank if the node does not allow the request to start the rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
@@ -47,10 +47,9 @@ class Agent:
         secret: Secret by which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. They limit what the manager may order.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Holder of state copies in memory, ``None`` to create one that ends with this
-            process.
-        silence_s: Time in seconds without any message from the manager, after which the manager is
-            considered lost.
+        keeper: Object that keeps snapshots of the training state; ``None`` makes one. An object
+            made here ends with this process.
+        silence_s: Time in seconds without any message after which the manager is considered lost.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Agent:
         finally:
             loop.remove_signal_handler(signal.SIGINT)  # Keep the handlers of ``_NOTICES``.
             assert self._orders is not None
-            self._orders.close()  # then the forkserver kills its ranks and ends
+            self._orders.close()  # makes the forkserver kill its ranks and end
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:
@@ -162,7 +161,7 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank is lost, torch warns on each other rank with a C++ stack trace. Hide these.
+        # When a rank is lost, torch prints a C++ stack trace on each other rank. Hide these traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if is_loopback(self._address):  # The job runs on this machine only.
             environment |= loopback_variables(environment)
@@ -212,7 +211,7 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares to store copies of the state for new ranks; returns variables for the ranks."""
+        """Prepares to store snapshots of new ranks; returns environment variables for the ranks."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SLICE_S = 1.0
-# Minimum time between two readings, in seconds, that is considered a stop. A running process reads
-# the clock more often, even on a busy machine.
+# If more seconds than this pass between two readings of the clock, the process is assumed to have
+# been stopped. A running process reads the clock more often, even on a busy machine.
 _LONGEST_GAP_S = 5.0
 
 
@@ -36,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the present time in seconds, without the time for which the process stopped."""
+        """Returns the present time in seconds, minus the time for which the process was stopped."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s

@@ -1,4 +1,4 @@
-"""Reads ``conf.sh`` and a plan into a checked configuration of a launch.
+"""Reads ``conf.sh`` and a plan, and checks the configuration of a launch.
 
 The sources of a value, from the highest to the lowest precedence: the command line
 (``--set NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are
@@ -28,7 +28,7 @@ _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
-    """Creates the field of each variable from its type, default as text, help text and choices."""
+    """Creates a field for each variable from its type, default as text, help text and choices."""
     return {
         name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
@@ -106,7 +106,7 @@ SETTINGS = _specs(
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Refuses unknown names that begin with a capital; other names are the file's own helpers.
+    """Refuses unknown names that begin with a capital letter; users may choose other names freely.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the most similar variable.
@@ -242,8 +242,8 @@ class LaunchConf:
 
     Attributes:
         folder: Folder of ``conf.sh``, relative to which paths are resolved.
-        values: Value of each variable of ``SETTINGS`` by name, ``None`` for a variable without one.
-        groups: Groups of equal nodes, in the order of the ranks.
+        values: Value of each variable in ``SETTINGS``, by name; ``None`` if it has no value.
+        groups: Groups of equal nodes, ordered by rank.
         environment: Environment variables of ``conf.sh`` that each process gets.
     """
 
@@ -263,7 +263,7 @@ class LaunchConf:
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Returns the number of processes of each node by node rank, ``None`` if it is not set."""
+        """Returns the number of processes on each node, by node rank; ``None`` if it is not set."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -284,7 +284,7 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns all variables that have a value as texts, including environment variables.
+        """Returns the values of all variables as texts, by name, including environment variables.
 
         Leaves out secrets, and ``PLAN``: the variables that the plan sets are included instead.
         """

@@ -1,4 +1,4 @@
-"""Sends messages between the nodes of a job, each a JSON object, and heartbeats.
+"""Sends JSON messages and heartbeats between the nodes of a job.
 
 Both sides have proved that they know the job's secret, and each message is authenticated. If one
 side receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost: a machine
@@ -81,7 +81,7 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from a socket whose other side has proved to know the secret."""
+        """Creates a connection from a socket whose other side has proved the secret."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 
@@ -113,8 +113,8 @@ class Connection:
         Skips heartbeats.
 
         Args:
-            silence_s: Time in seconds without any message or heartbeat, after which the other side
-                is considered lost.
+            silence_s: Time in seconds without a message, after which the other side counts as lost.
+                Heartbeats are messages, too.
         """
         while True:
             try:
@@ -209,7 +209,7 @@ class Listener:
     def _admit(self, sealed: SealedSocket) -> None:
         try:
             self._loop.call_soon_threadsafe(self._begin, sealed)
-        except RuntimeError:  # the loop has ended
+        except RuntimeError:  # the event loop has ended
             sealed.socket.close()
 
     def _begin(self, sealed: SealedSocket) -> None:

@@ -77,7 +77,7 @@ class Program(ABC):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Returns arguments and additional environment variables for the ranks of one start.
+        """Returns arguments and additional environment variables for an incarnation's ranks.
 
         Args:
             layout: Layout of the ranks.
@@ -87,7 +87,7 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns why a job needs another incarnation after its ranks ended without failures.
+        """Returns why a job needs another incarnation, although its ranks ended without failures.
 
         Returns an empty text if the job is finished.
 
@@ -96,7 +96,7 @@ class Program(ABC):
             statuses: Exit statuses of the ranks.
 
         Raises:
-            SetupError: The ranks ended without training, or gave another model at each start.
+            SetupError: The ranks ended without training, or built another model at each start.
         """
         return ""
 
@@ -204,7 +204,7 @@ def is_trainer(script: Path) -> bool:
 
 
 Policy = Literal["ignore", "replan", "exclude"]
-"""Reaction to a node that stays slow: none, move layers away, or leave the node out."""
+"""Reaction to a node that stays slow: do nothing, move layers away, or exclude the node."""
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
 """Name of the environment variable that contains the name of a rank's node."""
@@ -246,7 +246,8 @@ class JobSpec:
         max_restarts: Maximum number of consecutive failures without a new checkpoint.
         address: Address of the manager's machine for other machines, ``None`` to detect it.
         copy_every: Number of steps between copies of the training state in memory, 0 for no copies.
-        copy_bytes: Maximum memory for copies per node in bytes, ``None`` for the memory available.
+        copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
+            available.
         on_straggler: Reaction to a node that stays slow.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
@@ -268,7 +269,7 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns interval and memory limit of the state copies, ``None`` without copies."""
+        """Returns the interval and the memory limit of state copies; ``None`` without copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
@@ -364,17 +365,16 @@ class RunningRanks:
         incarnation: Record of the incarnation that the ranks run.
         layout: Layout of the ranks.
         folder: Folder into which the ranks write their progress.
-        where: Name of the node of each rank, by the rank's key ``incarnation/rank``, in the order
-            of the ranks.
+        where: Maps the key of each rank to the name of the rank's node. Keys have the form
+            ``incarnation/rank``, and are ordered by rank.
         statuses: Exit statuses of the ranks that have ended, by the rank's key.
         stopping: Reason why the ranks were asked to save and end, empty if they were not asked.
-        fault: Description of the first failure. If a signal from outside is noticed later, that
-            signal replaces it.
+        fault: Description of the first failure. It is replaced if a signal from outside, noticed
+            later, turns out to be the cause.
         has_kill: Whether ``fault`` describes a signal from outside.
-        gone: Description of the first node whose loss or departure ended a rank, empty if there is
-            none.
-        deadline_s: Time on the manager's clock, in seconds, at which the remaining ranks are
-            killed. ``None`` for no deadline.
+        gone: Description of the first node whose loss or departure ended a rank; may be empty.
+        deadline_s: Time in seconds on the manager's clock at which remaining ranks are killed.
+            ``None`` for no deadline.
         killed: Whether the manager has killed the remaining ranks.
     """
 
@@ -402,8 +402,7 @@ class RunningRanks:
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time on the manager's clock, in seconds, by which the other ranks must have
-                ended.
+            deadline_s: Time in seconds on the manager's clock when the other ranks must have ended.
             kill: Whether a signal from outside ended a rank. The signal is recorded as the cause
                 even if the failure of another rank, which lost its peer, was noticed first.
             gone: Description of the node's loss or departure, if that caused the failure. It is
@@ -419,7 +418,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of several times in seconds, where ``None`` stands for never."""
+    """Returns the earliest of several times in seconds; a time of ``None`` means never."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 
@@ -459,14 +458,14 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns the requests to start ranks for each node, by the node's name.
+    """Returns, by node name, the requests with which each node is asked to start its ranks.
 
     Each request has the environment variables that torchrun would set. The script is not part of a
     request, because each node's :class:`NodeWork` defines it.
 
     Args:
         arguments: Arguments of the script.
-        places: Node of each rank, in the order of the ranks.
+        places: Node of each rank, ordered by rank.
         incarnation: Number of the incarnation that begins.
         variables: Environment variables that all ranks get.
     """

@@ -166,7 +166,7 @@ def why_no_gpu_use() -> str | None:
         return "the package nvidia-ml-py is missing"
     try:
         pynvml.nvmlInit()
-    except Exception as error:  # no driver, no permission
+    except Exception as error:  # for example, there is no driver or no permission
         return f"NVML does not start: {error}"
     return None
 

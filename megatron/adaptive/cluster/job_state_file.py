@@ -34,7 +34,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Last words in the description of a layout whose ranks only measure the model."""
+"""Text that ends the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -78,19 +78,18 @@ class Incarnation:
         number: Number of the incarnation, counted from 1 by each manager.
         layout: Description of the layout as text.
         processes: Number of processes.
-        nodes: Names of the nodes, in the order of the ranks.
+        nodes: Names of the nodes, ordered by rank.
         reason: Reason why the previous incarnation ended, or ``start``.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of steps that were already done and have to be repeated.
-        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the nodes'
-            own disks`` or ``copies in memory``. If a newer state could not be used, the reason
-            follows.
-        marks_ns: Time of each event ``notice``, ``ended``, ``planned`` and ``begun`` by the clock
-            of the manager, in nanoseconds since the Unix epoch.
+        source: Text about the origin of the training state. It is ``start``, ``checkpoint``,
+            ``checkpoint on the nodes' own disks`` or ``copies in memory``. If a newer state could
+            not be used, the reason follows.
+        marks_ns: Time of the events ``notice``, ``ended``, ``planned`` and ``begun``, by event.
+            Times are from the manager's clock, in nanoseconds since the Unix epoch.
         phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
         before: Last progress of the previous incarnation, ``None`` for the first incarnation.
-        predicted_s: Step time that the planner predicted, in seconds; ``None`` if the layout was
-            chosen without the planner.
+        predicted_s: Step time that the planner predicted, in seconds; ``None`` without a plan.
         step_s: Measured step time in seconds, ``None`` before any step was measured.
     """
 
@@ -149,11 +148,10 @@ class SlowRank:
     """Describes a rank that the diagnosis of the running job reported as slow.
 
     Attributes:
-        slow_rank: Number of the slow rank.
+        slow_rank: Global rank that is slow.
         times: Number of consecutive diagnoses that reported this rank.
         factor: Ratio of the rank's computing time to that of the other ranks.
-        pace_ns: Computing time per microbatch and layer in nanoseconds, for each rank; empty if
-            unknown.
+        pace_ns: Computing time per microbatch and layer, in nanoseconds, by rank; may be empty.
     """
 
     slow_rank: int
@@ -184,7 +182,7 @@ class IncarnationProgress:
         saving_s: Time in seconds for which training was blocked by the last checkpoint.
         copies: Description of the state copies in memory, empty if not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, without the first step.
-        slow: Ranks that the diagnosis reported as slow, in the order of the reports.
+        slow: Ranks that the diagnosis reported as slow, from the first report to the last.
     """
 
     total: int = 0
@@ -300,7 +298,7 @@ class StateFile:
         self._earlier: list[Any] = []
 
     def take_over(self, checkpoints: Path) -> int:
-        """Reads the state that an earlier manager wrote, to include its history from now on.
+        """Reads the state that an earlier manager wrote, and adds its history to all later writes.
 
         Returns:
             Number of machines that were present under that manager, 0 if there was no manager.
@@ -317,8 +315,8 @@ class StateFile:
         """Adds the earlier managers' incarnations and lost steps to the state."""
         if not self._earlier:
             return {**state, "earlier": []}
-        # Steps that the previous manager did after the checkpoint from which this manager's first
-        # incarnation resumed are repeated, so count them as lost.
+        # This manager's first incarnation resumed from a checkpoint. Steps that the previous
+        # manager did after that checkpoint are repeated, so count them as lost.
         repeated = 0
         if state["epochs"]:
             done = self._before.get("iteration", 0)

@@ -79,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Derives a node type with another number of processes and another slowness from ``base``."""
+    """Returns a copy of a node type with another number of processes and another slowness."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"
@@ -229,7 +229,7 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file; those without ``slots`` get no process limit."""
+        """Returns the nodes in a machines file; a node without ``slots`` gets no process limit."""
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)
@@ -279,7 +279,11 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best plan that the trainer accepts, and the error of the first it refused."""
+        """Returns the best layout that the trainer accepts, ``None`` if it accepts none.
+
+        Also returns the error for the first plan that the trainer refused, ``None`` if there is
+        none.
+        """
         wished = self._config.schedule.pipeline_schedule
         options = replace(options, schedules=(wished if wished in policy_names() else "1f1b",))
         request = Request(global_batch=self._config.batch.global_batch_size, options=options)
@@ -294,8 +298,8 @@ class Planning:
     def _with_unequal(self, options: SearchOptions) -> SearchOptions:
         """Returns options for a search that also tries different numbers of replicas per stage.
 
-        The search models stages with few replicas as using larger microbatches. In the run, these
-        microbatches are divided among the stage's replicas.
+        The search treats a stage with few replicas as if it used larger microbatches. In the run,
+        these microbatches are divided among the stage's replicas.
         """
         samples = self._config.batch.global_batch_size
         sizes = options.micro_batch and tuple(
@@ -315,7 +319,7 @@ class Planning:
         return self._other
 
     def _inputs_for(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
-        """Returns the node names by node number, and planner inputs for exactly these nodes."""
+        """Returns the node names in the planner's order, and planner inputs for these nodes."""
         names_by_kind: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
@@ -461,7 +465,8 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Several nodes may share a machine. Those that are equally slow form one node of the planner.
+    # Several nodes may share a machine. For the planner, equally slow nodes of a machine are one
+    # node.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
     for offer, count in places:
@@ -557,7 +562,7 @@ class PlannerChooser(Chooser):
         arguments: Command-line arguments of the trainer.
         within_s: Time limit for a plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
-        model: Path of the file with the measured costs of a script's model, ``None`` if the job
+        model: Path of the file with the measured costs of a script's model. ``None`` if the job
             runs the trainer.
     """
 

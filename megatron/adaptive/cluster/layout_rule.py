@@ -1,10 +1,10 @@
 """Chooses the layout of a job for the nodes that are present.
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-    layers allow. Among such layouts, it has the pipeline size nearest to the one on the command
-    line. A larger pipeline size is preferred to a smaller one, because with fewer stages the model
-    may not fit in memory. The global batch size never changes. Nodes known to be slow get fewer
-    layers. With ``--plan-with``, the planner chooses the layout, in ``layout_planner``.
+layers allow. Among such layouts, it has the pipeline size nearest to the one on the command line. A
+larger pipeline size is preferred to a smaller one, because with fewer stages the model may not fit
+in memory. The global batch size never changes. Nodes known to be slow get fewer layers. With
+``--plan-with``, the planner chooses the layout (``layout_planner``).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ParallelLayout:
         micro_batch: Number of samples per microbatch.
         microbatches: Number of microbatches per step that each replica of the first stage gets.
         flags: Flags of the trainer, which are appended to the user's own flags.
-        places: Name of each node and the maximum number of processes on it, in the order of the
-            ranks. Empty to use all nodes in their own order.
+        places: Name of each node and maximum number of processes on it, ordered by rank. Empty to
+            use all nodes in their own order.
         step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
         pace: Computing time per layer on each node, by node name, in any common unit. Empty without
             the planner.
@@ -124,8 +124,8 @@ class Chooser:
 
         Args:
             arguments: The user's arguments for the trainer.
-            offers: Nodes that are present, in the order of the ranks. A subclass may order the
-                nodes differently.
+            offers: Nodes that are present, in the order in which they get ranks. A subclass may
+                order the nodes differently.
 
         Returns:
             The layout, ``None`` if no layout fits the nodes.
@@ -153,7 +153,7 @@ def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> Parallel
 
     Args:
         arguments: The user's arguments for the trainer.
-        offers: Nodes that are present, in the order of the ranks.
+        offers: Nodes that are present, in the order in which they get ranks.
 
     Returns:
         The layout, ``None`` if no layout fits the nodes.
@@ -272,7 +272,7 @@ def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
 
     Args:
         config: The user's settings for the trainer.
-        usable: Number of tensor-parallel groups for which there are processes.
+        usable: Number of tensor-parallel groups that the available processes can form.
     """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size

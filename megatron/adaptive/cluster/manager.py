@@ -79,10 +79,9 @@ class Manager:
     Args:
         spec: Description of the job.
         chooser: Object that chooses the best layout for the nodes that are present.
-        own_machine: Machine of this process if nodes join by themselves, else ``None``. With a
-            machine, a signal removes only this node from the job, and another node becomes the
-            manager.
-        keeper: Holder of the state copies that this node stored under the previous manager.
+        own_machine: Machine of this process if nodes join by themselves, else ``None``. If it is
+            set, a signal removes only this node from the job, and another node becomes the manager.
+        keeper: Object with the snapshots that this node stored under the previous manager.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Manager:
         self._lease = Lease(spec.checkpoints)
         self._program.folder.lease = self._lease
         self._secret = new_secret()
-        self._name = secrets.token_hex(4)  # part of the names of folders and runs
+        self._name = secrets.token_hex(4)  # used in the names of folders and runs
         self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
@@ -394,7 +393,7 @@ class Manager:
             running.record_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
-        """Kills the remaining ranks. On the second call, gives up the nodes that still run any."""
+        """Kills the remaining ranks. If called again, marks nodes whose ranks still run as lost."""
         if running.killed:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
@@ -427,7 +426,7 @@ class Manager:
             self._notice_ns = None  # The notice causes no change of layout.
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # Another manager writes checkpoints.
+        if self._is_deposed and not running.killed:  # Another manager has taken over.
             running.fault = running.fault or "another manager has the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -535,7 +534,7 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Handles SIGHUP: stops the job if the terminal was closed, else rereads the machines."""
+        """Handles SIGHUP: stops the job if the terminal closed, else rereads the machines file."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
@@ -619,7 +618,7 @@ class Participant:
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        is_local: Whether no other machine takes part.
+        is_local: True if no other machine takes part in the job.
     """
 
     def __init__(
@@ -629,7 +628,7 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # State copies must outlive the manager, because they are needed when the manager is lost.
+        # Snapshots of the state must outlive the manager, because they are needed when it is lost.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
@@ -692,7 +691,7 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends a role: handles signals here again, and cancels the role's remaining tasks."""
+        """Ends the role of manager or agent: takes over signal handling and cancels its tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

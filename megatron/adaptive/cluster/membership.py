@@ -1,4 +1,4 @@
-"""Keeps track of a job's nodes: starts agents on listed machines, accepts nodes that join.
+"""Keeps track of a job's nodes: starts agents on listed machines, and accepts nodes that join.
 
 The machines file has one host per line and is read again whenever it changes::
 
@@ -7,7 +7,7 @@ The machines file has one host per line and is read again whenever it changes::
     node-b                         one process per GPU, one without a GPU
     localhost name=c slots=1       nodes on one machine need different names
 
-Each change of a node is put as an event into one queue, from which the manager reads.
+For each change of a node, an event is put into a queue, from which the manager reads.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Event(NamedTuple):
     """Reports a change of a node, a signal to the manager (``stop``), or a timer (``tick``).
 
     Attributes:
-        kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
-            ``stop`` or ``tick``.
+        kind: Name of the event. It is ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
+            ``lost``, ``ended``, ``stop`` or ``tick``.
         node: Name of the node that changed, empty for an event of the manager.
         message: Message from the node's agent, or values in the same form.
     """
@@ -186,7 +186,7 @@ class Node:
 
     Attributes:
         name: Name of the node, unique in the job.
-        machine: Machine on which the manager starts the node's agent, ``None`` if the node joined
+        machine: Machine on which the manager starts the node's agent. ``None`` if the node joined
             by itself.
         status: Present status of the node, such as ``present``, ``leaving`` or ``lost``.
         why: Reason why the node does not take part, empty if it takes part.
@@ -194,10 +194,10 @@ class Node:
         pid: Process id of the node's agent.
         slots: Number of processes that the node may run.
         is_ready: Whether the node has imported the ranks' modules, so that ranks start at once.
-        copies_port: Port at which the node receives copies of other nodes' state.
+        copies_port: Port at which the node receives snapshots from other nodes.
         link: Connection with the node's agent, ``None`` before it joins.
         process: Process of the agent, ``None`` if the manager did not start the agent.
-        asked: Answers that :meth:`Membership.ask` waits for, by message number.
+        asked: Futures of the answers that :meth:`Membership.ask` waits for, by message number.
         started_s: Value of ``time.monotonic`` when this entry was created, in seconds.
     """
 
@@ -420,7 +420,8 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                # Otherwise an agent that has not connected yet would report a lost manager.
+                # Terminate agents that have not connected yet. They would otherwise report a lost
+                # manager.
                 if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
                         node.process.terminate()

@@ -57,7 +57,7 @@ class NodePlace:
     """Describes a node's part in the job, which is decided once all nodes have connected.
 
     Attributes:
-        node_rank: Number of this node among the job's nodes, from 0.
+        node_rank: Index of this node among the job's nodes, from 0.
         processes: Number of processes on each node, by node rank.
         master_addr: Address of the first node (node rank 0).
         master_port: Port at which torchrun on the first node listens.
@@ -171,7 +171,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Wraps a command to run in the container, except for pyxis, which Slurm itself starts."""
+    """Wraps a command to run in the container; not for pyxis, whose containers Slurm starts."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -232,7 +232,7 @@ def run_node(
         node: This node's part in the job.
         run_dir: Folder of the job's logs.
         name: Name of the node, which begins the names of its log files.
-        variables: Environment variables for the processes, in addition to the present ones.
+        variables: Environment variables for the processes, in addition to those of this process.
         echo: Whether to also print the processes' output to the terminal.
 
     Returns:
@@ -321,7 +321,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to the job during the block; kills the job if it still runs afterwards."""
+    """Forwards signals to the job in the ``with`` block; then kills the job if it still runs."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:

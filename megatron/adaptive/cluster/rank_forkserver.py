@@ -77,7 +77,7 @@ def _import() -> None:
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # hides warnings of these imports only
+        with device.quiet_imports():  # hides warnings during these imports only
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
             # Ranks import these modules only in the first step or when they read data, so import

@@ -31,8 +31,8 @@ class SnapshotSource:
     """Describes the newest step that can be restored, or why no step can.
 
     Attributes:
-        step: Newest step of which all parts are left, 0 if there is no such step.
-        seen: Newest step of which at least one part is left, 0 for none.
+        step: Newest step whose parts all still exist; 0 if there is no such step.
+        seen: Newest step with at least one part that still exists; 0 if there is none.
         why: Reason why no step can be restored, empty if one can.
         parts: Copies from which ``step`` is restored, in the form of the keepers' inventories. Two
             entries are added: ``node`` is the name of the copy's node, and ``needs`` contains the
@@ -46,7 +46,7 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Returns the buddy of each node by name: the node that keeps copies of its state.
+    """Maps the name of each node to the name of its buddy, which keeps copies of its state.
 
     The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on one
     machine, as in a trial run, the buddy is simply the next node. It is ``None`` for a single node.
@@ -61,7 +61,7 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 
 
 def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
-    """Finds the newest step of which all parts are left.
+    """Finds the newest step whose parts all still exist on the remaining nodes.
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
@@ -109,16 +109,17 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Decides where one job's snapshots are kept, and restores steps from them, for the manager.
+    """Decides for the manager where a job's snapshots are kept, and restores steps from them.
 
     Args:
-        settings: Number of steps between snapshots (``every``) and maximum size in bytes of the
-            snapshots on a node (``limit_bytes``); ``None`` for no snapshots.
+        settings: Interval and memory limit of snapshots; ``None`` for no snapshots. ``every`` is
+            the number of steps between snapshots, ``limit_bytes`` the maximum size of a node's
+            snapshots.
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: Name of the manager's own node and the holder of copies that the node stored under the
-            previous manager; ``None`` if there is none.
+        kept: Name of the manager's own node, and the object with the node's old snapshots. The node
+            stored these under the previous manager. ``None`` if there are none.
     """
 
     def __init__(
@@ -139,13 +140,13 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the settings of the copies for each node that starts ranks, by node name.
+        """Returns, by node name, the snapshot settings for each node that starts ranks.
 
-        Other nodes are ordered to drop their copies.
+        Orders the other nodes to drop their copies.
 
         Args:
             epoch: Number of the incarnation.
-            names: Names of the nodes that start ranks, in the order of the ranks.
+            names: Names of the nodes that start ranks, ordered by rank.
         """
         settings = self._settings
         members = self._members

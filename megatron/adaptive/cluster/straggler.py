@@ -36,8 +36,7 @@ class Stragglers:
     """Tracks the slow nodes of a job, and chooses layouts that suit them.
 
     Args:
-        policy: Reaction to a slow node: ``ignore``, ``replan`` to give it fewer layers, or
-            ``exclude`` to leave it out.
+        policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
         chooser: Object that chooses the layout for given nodes.
         arguments: The user's arguments for the trainer.
     """
@@ -54,7 +53,7 @@ class Stragglers:
         """Chooses a layout; uses excluded slow nodes only if no layout fits without them.
 
         Args:
-            nodes: Nodes that are present, in the order of the ranks.
+            nodes: Nodes that are present, in the order in which they get ranks.
         """
         included = self.included(nodes)
         layout = await self._choose(included) if included else None
@@ -63,7 +62,7 @@ class Stragglers:
         return layout
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes without those that were excluded for being slow."""
+        """Returns the nodes that were not excluded for being slow."""
         return [node for node in nodes if node.name not in self._aside]
 
     def joined(self, name: str) -> None:
@@ -85,13 +84,13 @@ class Stragglers:
     async def handle(
         self, slow_ranks: Sequence[SlowRank], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
-        """Decides whether to move to another layout for a slow rank.
+        """Decides whether the job should change its layout because of a slow rank.
 
         Args:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
             running: Ranks of the incarnation. The predicted step time of their layout is changed to
                 include the slowness.
-            nodes: Nodes that are present, in the order of the ranks.
+            nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
             Reason to change the layout, empty if the job should keep its layout.
@@ -181,7 +180,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases the predicted step time of a planned layout for a node slower than expected."""
+    """Increases a planned layout's predicted step time, as a node is slower than expected."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:

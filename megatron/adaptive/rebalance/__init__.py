@@ -1,1 +1,1 @@
-"""Changes a running job: its schedule, the assignment of stages to ranks, the layers per stage."""
+"""Changes a running job: its schedule, the placement of stages on ranks, the layers per stage."""

@@ -1,15 +1,15 @@
-"""Implements ``--pipeline-schedule auto``: measures the first steps, chooses by simulation.
+"""Implements ``--pipeline-schedule auto``: measures the first steps and chooses by simulation.
 
-Steps 2 to 4 are measured; step 1 is warm-up. Before step 5 all ranks of all data-parallel replicas
+Steps 2 to 4 are measured; step 1 is warm-up. Before step 5, all ranks of all data-parallel replicas
 switch to the schedule with the shortest simulated step. Losses and gradients do not depend on the
-order of actions, so the switch does not change them.
+order of actions, so the switch leaves them unchanged.
 
 With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
-can move, another partition (layers per stage) may be chosen too. The training loop then moves the
-layers before the switch (``move_stages.py``).
+can move, another partition (layers per stage) may be chosen too. In these cases, the training loop
+moves the stages before the switch (``move_stages.py``).
 
-Rank 0 simulates while all other ranks wait, so there is a time limit. At the limit, rank 0 takes
-the best schedule simulated so far. If none was simulated in time, the present schedule is kept.
+Rank 0 simulates while all other ranks wait, so there is a time limit. When it is reached, rank 0
+chooses the best schedule simulated so far. If there is none, the current schedule is kept.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
-"""First and last measured step, counted from 1 in this process."""
+"""First and last step to measure; the first step of this process is 1."""
 
 _OPTIMIZER_BYTES = 4 + 12
-"""Memory in bytes per parameter besides its weight: gradient, 32-bit weight, two moments."""
+"""Memory in bytes per parameter besides the weight: gradient, 32-bit weight and two moments."""
 
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Measures the first steps of a pipeline and chooses a schedule. Every rank has a tuner.
+    """Measures the first steps of a pipeline and chooses its schedule. Every rank has a tuner.
 
     Attributes:
-        job: Environment of this process: ranks, device, process groups.
+        job: Environment of this process: its ranks, device and process groups.
         pp_ranks: Global ranks of this pipeline, ordered by the position to which the stage
             placement assigns them.
         chunks: Model chunks of this rank.
         forward_backward: Engine that runs the steps, and switches to the chosen schedule.
-        transport: Message channels to the neighbours, ``None`` if this rank has none.
-        payload_shape: Shape of the tensors sent between stages.
-        payload_dtype: Data type of the tensors sent between stages.
-        loads: Collective function of the number of microbatches. It returns the loads of ranks and
-            stages in all measured steps and in each half of them. ``None`` if neither stages nor
-            layers may move.
-        gain: Minimum fraction of a step that moving layers must save; ``None`` if they must stay.
-        cap: User's limit on microbatches whose activations a rank holds; ``None`` for as many as
-            fit into memory.
-        can_turn: Whether the placement of stages may change.
+        transport: Message channels to the neighbours; ``None`` if this rank has no neighbours.
+        payload_shape: Shape of the tensors that are sent between stages.
+        payload_dtype: Data type of the tensors that are sent between stages.
+        loads: Function that returns the loads of ranks and stages in all measured steps and in each
+            half of them, given the number of microbatches. Collective. ``None`` if neither stages
+            nor layers may move.
+        gain: Minimum fraction of the step time that moving layers must save; ``None`` to move none.
+        cap: User's limit on the number of microbatches whose activations a rank holds; ``None`` for
+            as many as fit into memory.
+        can_turn: Whether another placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
-        say: Function that writes a line to the log; called on all ranks.
+        say: Function that writes a line to the log; it is called on all ranks.
     """
 
     job: Job
@@ -86,20 +86,20 @@ class Tuner:
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
-        """Adds the times of a training step; after the last measured step, chooses a schedule.
+        """Adds the times of a training step. After the last measured step, chooses a schedule.
 
-        The call after the last measured step is collective. If the chosen schedule needs no move
-        of stages or layers, it is in use when this method returns.
+        The call after the last measured step is collective. If the chosen schedule needs no move of
+        stages or layers, the engine has switched to it when this method returns.
 
         Args:
             times: Durations of this rank's actions in the step.
             num_microbatches: Number of microbatches per step.
 
         Returns:
-            After the last measured step, the decision, equal on all ranks; else ``None``.
+            Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
 
         Raises:
-            TransportError: A neighbour has ended or does not answer.
+            TransportError: A neighbour has ended or does not respond.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -145,7 +145,7 @@ class Tuner:
             placement = replace(present, kind=kind)
             most = most_of(samples, present, placement, partition, others)
             if (kind, others) == (present.kind, partition):
-                # The present layout is running, so it fits in memory with at least one microbatch,
+                # The current layout is running, so it fits in memory with at least one microbatch,
                 # even if the estimate says otherwise.
                 most = max(1.0, most)
             return most if self.cap is None else min(most, self.cap)
@@ -185,10 +185,10 @@ class Tuner:
             return Decision(text=f"auto keeps adaptive: {error}")
 
     def _links(self) -> dict[int, Link]:
-        """Measures the links from this rank to its neighbours, by position in the pipeline.
+        """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.
 
-        Pairs of neighbours are measured one after the other, so that they do not disturb each
-        other. Collective over all ranks.
+        One pair of neighbours is measured at a time, so that pairs do not disturb each other.
+        Collective over all ranks.
         """
         me = self._sample.pp_rank
         if self.transport is None:
@@ -214,11 +214,11 @@ class Tuner:
 def memory_of(
     job: Job, forward_backward: ForwardBackward, chunks: Sequence[torch.nn.Module]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Measures this rank's memory between two steps.
+    """Measures the memory of this rank between two steps.
 
     Returns:
-        Three values in bytes: memory free for activations; activations that a microbatch keeps,
-        by chunk; weights, gradients and optimizer state, by chunk.
+        Free memory for activations; activations that a microbatch keeps, by chunk; weights,
+        gradients and optimizer state, by chunk. All values are in bytes.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

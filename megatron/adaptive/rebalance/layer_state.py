@@ -1,12 +1,12 @@
-"""Names parameters and optimizer state by their layer, and moves them between ranks.
+"""Names parameters and optimizer state by layer, and moves them between ranks.
 
 The name of a parameter contains the number of its layer in the model, or the number of its stage if
 it belongs to no layer. The name also contains the tensor-parallel rank and, for experts, the
-expert-parallel rank. None of these changes when a layer moves to another stage.
+expert-parallel rank. So the name stays the same when a layer moves to another stage.
 
-A "share" is the range of elements that a rank holds. With the distributed optimizer, a rank holds
-only a part of the optimizer state, else all of it. The range depends on the layout of the gradient
-buffers, which changes on every rank that gains or loses a layer::
+A "share" is a range of elements of a tensor that a rank holds. With the distributed optimizer, a
+rank holds only a part of the optimizer state, otherwise all of it. The range depends on the layout
+of the gradient buffers, which changes on every rank that gains or loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
@@ -37,13 +37,13 @@ _MESSAGE_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Share:
-    """Holds this rank's elements of a parameter or buffer, or of its optimizer state.
+    """Holds the elements of a parameter or buffer, or of its optimizer state, that this rank has.
 
     Attributes:
         start: Index of the first element.
-        end: Index after the last element.
-        tensors: One-dimensional tensors of ``end - start`` elements: the weight, or the parts of
-            the optimizer state in an order that is the same on all ranks.
+        end: Index of the last element, plus one.
+        tensors: One-dimensional tensors of ``end - start`` elements: the weight alone, or the parts
+            of the optimizer state in an order that is equal on all ranks.
     """
 
     start: int
@@ -53,13 +53,13 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lists which state a rank holds before a move and needs after it; sent to all other ranks.
+    """Lists the state that a rank has before a move and needs after it; all ranks exchange it.
 
     Attributes:
-        replica: Rank among the data- and context-parallel ranks.
-        had: Range of elements (start, end) that the rank holds before the move, by share name.
-        wants: Range of elements (start, end) that the rank needs after the move, by share name.
-        steps: Number of updates that the rank's optimizer has done.
+        replica: Index of the rank among data- and context-parallel ranks.
+        had: Range (start, end) of elements that the rank holds before the move, by share name.
+        wants: Range (start, end) of elements that the rank needs after the move, by share name.
+        steps: Number of updates that the rank's optimizer has made.
     """
 
     replica: int
@@ -70,16 +70,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Describes a range of elements of a share to be copied from one rank to another.
+    """Describes a copy of a range of a share's elements from one rank to another.
 
-    The two ranks may be the same.
+    Both ranks may be the same rank.
 
     Attributes:
         source: Global rank that holds the elements.
         target: Global rank that needs the elements.
         name: Name of the share.
         start: Index of the first element.
-        end: Index after the last element.
+        end: Index of the last element, plus one.
     """
 
     source: int
@@ -92,15 +92,15 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns this rank's shares by name. Their tensors are views of those in use, not copies.
+    """Returns this rank's shares by name, with tensors that are views of those in use.
 
-    A parameter has a share for its weight. It has a second one for its optimizer state, if this
-    rank holds a part of that.
+    There is a share for each parameter's weight, and another for its optimizer state if this rank
+    holds any part of it.
 
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
         chunks: Model chunks of this rank, with or without megatron-core's wrappers.
-        stages: Number of the pipeline stage in each chunk.
+        stages: Index of the pipeline stage in each chunk.
     """
     shares = {}
     for name, weight in _named(chunks, stages):
@@ -126,14 +126,14 @@ def shares_of(
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
-    """Returns whether a parameter belongs to experts that are divided among ranks."""
+    """Returns whether a parameter belongs to experts that are distributed over ranks."""
     return not getattr(weight, "allreduce", True)
 
 
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) for parameters and persistent buffers; names are equal on all ranks."""
+    """Yields (name, tensor) of parameters and persistent buffers, with equal names on all ranks."""
     dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
     spread = (
         f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "
@@ -143,8 +143,8 @@ def _named(
         model = unwrap_model(chunk)
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
-                # Building a 16-bit model casts all its tensors, but training keeps this bias in 32
-                # bits. Both ranks of a passage must have the same type.
+                # Building a 16-bit model casts this bias to 16 bits, but training keeps it in 32
+                # bits. Cast it back, because sender and receiver must use the same type.
                 module._maintain_float32_expert_bias()
         for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             part = spread if _is_spread(tensor) else dense
@@ -153,8 +153,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # No stage in the name: with multi-token prediction, this norm belongs to the stage
-                # of the last layer, which may change.
+                # The name contains no stage: with multi-token prediction, this norm belongs to the
+                # stage of the last layer, which may change.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -170,7 +170,7 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
     """Returns the tensor that the optimizer updates for a parameter, and its range of elements.
 
-    The tensor is ``None`` if this rank updates no part of the parameter.
+    The tensor is ``None`` if this rank updates no element of the parameter.
     """
     if not weight.requires_grad:
         return None, 0, 0
@@ -190,7 +190,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the number of updates that an optimizer has done, 0 if it does not count them."""
+    """Returns the number of updates that an optimizer has made; 0 if it does not count them."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -200,14 +200,14 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Lists which elements each rank must get from which rank.
+    """Lists the elements that each rank must get, and the rank that sends them.
 
     Every rank computes the same list from the same tables. Elements come from the target rank
     itself if it holds them, else from a rank of the same replica, else from any rank. A share whose
     range does not change on a rank is left out.
 
     Args:
-        tables: State that each global rank holds and needs.
+        tables: Tables of all ranks, by global rank.
     """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):
@@ -234,14 +234,14 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 def _cover(
     target: int, name: str, start: int, end: int, had: Sequence[tuple[int, int, int]]
 ) -> Iterator[Passage]:
-    """Yields passages that together cover a range of elements.
+    """Yields passages that together cover the given range of elements.
 
     Args:
         target: Global rank that needs the elements.
         name: Name of the share.
         start: Index of the first element.
-        end: Index after the last element.
-        had: (Rank, start, end) of the elements that each rank holds, preferred ranks first.
+        end: Index of the last element, plus one.
+        had: (Rank, start, end) of the elements that each rank holds, with preferred ranks first.
     """
     missing = [(start, end)] if start < end else []
     for rank, low, high in had:
@@ -265,19 +265,19 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the elements of all passages; every source and target must call it.
+    """Sends and receives the elements of all passages. Every source and target must call it.
 
-    Blocks until all messages of this rank were received and sent.
+    Blocks until all messages from and to this rank have been transferred.
 
     Args:
-        needed: Passages of all ranks, as listed by :func:`passages`.
+        needed: Passages of all ranks, from :func:`passages`.
         rank: Global rank of this process.
-        old: Shares that this rank held before the move.
-        new: Shares to fill, with allocated tensors.
-        group: Process group (gloo) of all ranks.
+        old: Shares that this rank had before the move.
+        new: Shares to fill; their tensors are allocated already.
+        group: Process group of all ranks, with the backend gloo.
 
     Raises:
-        TransportError: A message was not received or sent within the group's time limit.
+        TransportError: A message was not transferred within the group's time limit.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -289,7 +289,7 @@ def exchange(
             outgoing[passage.target] += _parts(old, passage)
         elif passage.target == rank:
             incoming[passage.source] += _parts(new, passage)
-    # All tensors for a peer are joined into one message of bytes, so their types may differ.
+    # Join all tensors for a peer into one message of bytes, because their types may differ.
     sizes = {peer: [tensor.nbytes for tensor in tensors] for peer, tensors in incoming.items()}
     arrived = {peer: torch.empty(sum(nbytes), dtype=torch.uint8) for peer, nbytes in sizes.items()}
     leaving = {
@@ -314,13 +314,13 @@ def exchange(
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
-            # Viewing bytes as another type requires alignment. A part of the message may not be
+            # Bytes must be aligned to be viewed as another type. A part of the message may not be
             # aligned, but a clone is.
             tensor.copy_(part.clone().view(tensor.dtype))
 
 
 def _parts(shares: Mapping[str, Share], passage: Passage) -> list[torch.Tensor]:
-    """Returns views of the passage's elements in each tensor of its share."""
+    """Returns views of a passage's elements, one for each tensor of the share."""
     share = shares[passage.name]
     chosen = slice(passage.start - share.start, passage.end - share.start)
     return [tensor[chosen] for tensor in share.tensors]

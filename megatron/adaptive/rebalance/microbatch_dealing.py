@@ -1,9 +1,9 @@
-"""Distributes the microbatches of each step among the data-parallel replicas of a run.
+"""Distributes each step's microbatches among the data-parallel replicas of a run.
 
-Before a step every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
-the microbatches' lengths, which all ranks know, and from measured times. For that, three numbers
-per rank are gathered after each step: the rank's total time, the same weighted by the number of
-tokens of each microbatch, and the same weighted by squared lengths.
+Before a step, every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
+the microbatches' lengths, which all ranks know, and from measured times. For these times, three
+numbers per rank are gathered after each step: the total time of the rank's actions, the same
+weighted by each microbatch's number of tokens, and the same weighted by its squared lengths.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Cost of a token relative to that of attention between a pair of tokens, per hidden size.
+"""Cost of a token relative to attention between a pair of tokens, divided by the hidden size.
 
 A token costs as much as attention between 12 x hidden size pairs of tokens.
 """
 
 
 class ReplicaDealing:
-    """Assigns the microbatches of each step to replicas, and gathers the times of steps.
+    """Assigns the microbatches of each step to replicas, and gathers the steps' times.
 
-    Every rank has such an object. Its constructor is collective over all ranks.
+    Every rank has such an object. The constructor is collective over all ranks.
 
     Args:
         run: Run whose microbatches are assigned.
-        message: Function that receives a line for the log if the estimated speed of the replicas
-            changes.
+        message: Function that writes a line to the log, which is called if the estimated speeds of
+            the replicas change.
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
@@ -72,16 +72,16 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Assigns the next step's microbatches to replicas, and takes those of this rank.
+        """Assigns the next step's microbatches to replicas, and returns those of this rank.
 
         Args:
-            loader: Data loader, ``None`` on a rank that needs no data.
+            loader: Data loader; ``None`` on a rank that needs no data.
             num_microbatches: Mean number of microbatches per replica.
-            iteration: Number of the iteration, needed to replay a recorded assignment.
+            iteration: Number of the iteration, to find the recorded assignment in a replay.
 
         Returns:
-            Data of this rank's microbatches (``None`` without a loader), and their indices among
-            all microbatches of the step.
+            Data of this rank's microbatches (``None`` without a loader), and the indices of these
+            microbatches among all microbatches of the step.
         """
         deal = partial(self._deal, iteration)
         microbatches = None
@@ -92,14 +92,14 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather the times of a step on all ranks; :meth:`finish` waits for the result.
+        """Starts to gather a step's times from all ranks; :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.
         """
         self._steps += 1
-        # The first step of a process includes warm-up, so its times would mislead. A replay repeats
-        # a recorded assignment, and a single replica gets all microbatches: both need no times.
+        # The first step of a process includes warm-up, so its times are too long. No times are
+        # needed if a recorded assignment is replayed, or if a single replica gets all microbatches.
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
@@ -114,9 +114,9 @@ class ReplicaDealing:
         )
 
     def finish(self) -> None:
-        """Waits for the times that are being gathered, if any, and updates the replicas' speeds.
+        """Waits for times that are being gathered (if any), and updates the replicas' speeds.
 
-        Must be called before the run is taken down, because process groups are destroyed then.
+        Must be called before the run is taken down, because that destroys the process groups.
         """
         work, self._work = self._work, None
         if work is None:

@@ -1,16 +1,16 @@
 """Moves the stages of a running job to other ranks between two steps, without a checkpoint.
 
 The new stages may have another placement (assignment to ranks), another partition (layers per
-stage), or both. Model, optimizer and channels between ranks are built again in the same processes.
+stage), or both. Model, optimizer and message channels are built again in the same processes.
 Weights and optimizer state are sent from memory to memory. The training loop keeps its counters,
 logs and data loader::
 
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-Meanwhile the state is stored on the GPU if it has enough free memory, else in the host's memory.
-Only state that another rank needs is sent. If the placement does not change, process groups, data
-and the schedule are kept.
+Meanwhile, the state is kept on the GPU if the GPU has enough free memory, else in the host's
+memory. Only state that another rank needs is sent. If the placement does not change, process
+groups, data and schedule are kept.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def with_schedule(
 
     Args:
         job: Job to copy.
-        partition: Number of layers of each stage, ``None`` to keep the present ones.
-        kind: Placement of stages, ``None`` to keep the present one.
+        partition: Number of layers per stage; ``None`` for the current partition.
+        kind: Placement of stages on ranks; ``None`` for the current placement.
     """
     schedule = job.config.schedule
     if partition is not None:
@@ -74,24 +74,24 @@ def move_stages(
     kind: PlacementKind | None = None,
     partition: Sequence[int] | None = None,
 ) -> Run:
-    """Replaces a run by one with other stages and the same state. Collective over all ranks.
+    """Replaces a run by a run with other stages and the same state. Collective over all ranks.
 
-    Losses, gradients and checkpoints equal those of a run that had these stages from the start.
+    Losses, gradients and checkpoints equal those of a run that had the new stages from the start.
 
     Args:
         box: List whose only element is the run, which must be between two steps. The list is
-            emptied when the run is taken down, so that the caller holds no reference to it.
-        release: Callback that drops every other reference to the run, so that its memory is freed
+            emptied when the run is taken down, so that the caller keeps no reference to the run.
+        release: Callback that drops all other references to the run, so that its memory is freed
             before the next run is built. It is not called if a rank lacks memory for the state.
-        kind: New placement of stages, ``None`` to keep the present one.
-        partition: New number of layers of each stage, ``None`` to keep the present ones.
+        kind: New placement of stages on ranks; ``None`` for the current placement.
+        partition: New number of layers per stage; ``None`` for the current partition.
 
     Returns:
-        The new run. If the old run was traced, the trace continues in new files.
+        New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: A rank lacks memory for the state; nothing has changed.
-        TransportError: State did not arrive at its new rank and is lost.
+        DeviceMemoryError: A rank lacks memory for the state. Nothing has changed.
+        TransportError: State did not arrive at its new rank, and is lost.
     """
     state = _set_aside(box[0])
     kept = None
@@ -113,7 +113,7 @@ def move_stages(
     gc.collect()
     if job.accelerator.is_cuda:
         torch.cuda.empty_cache()
-    # No rank may still wait in a collective of a group that is destroyed.
+    # Wait until no rank is in a collective of a group that is about to be destroyed.
     dist.barrier(group=job.control_group)
     destroy_groups(groups)
     if kept is None:
@@ -126,11 +126,11 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes a run's channels and traces; it cannot run another step. Collective.
+    """Closes a run's channels and traces, after which it cannot run another step. Collective.
 
     Also drops the tensors that MoE token dispatchers keep from their last microbatch. The autograd
-    graph of these tensors refers to the model, and the garbage collector cannot detect this cycle.
-    Without this, the memory of the model would never be freed.
+    graph of these tensors refers to the model in a cycle that the garbage collector cannot detect.
+    So the model's memory would otherwise never be freed.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -147,16 +147,16 @@ def take_down(run: Run) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """Holds the state of a rank's stages while model and optimizer are replaced.
+    """Holds the state of a rank's stages while model and optimizer are built again.
 
-    A "chained optimizer" is one of the optimizers that megatron-core combines into one, for example
-    for experts and for all other parameters.
+    A "chained optimizer" is one of the optimizers that megatron-core combines into one, such as
+    that for experts and that for all other parameters.
 
     Attributes:
-        shares: This rank's part of each parameter and of its optimizer state, by name.
-        steps: Number of updates that the optimizer has done.
-        groups: Settings of the parameter groups, such as learning rates, per chained optimizer.
-        scalers: Loss scaler of each chained optimizer, ``None`` if it has none.
+        shares: This rank's elements of each parameter, and of its optimizer state, by name.
+        steps: Number of updates that the optimizer has made.
+        groups: Settings of the parameter groups (such as learning rates) of each chained optimizer.
+        scalers: Loss scaler of each chained optimizer; ``None`` if it has none.
     """
 
     shares: dict[str, Share]
@@ -166,10 +166,10 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies a rank's state within its GPU, or to the host's memory if the GPU lacks space.
+    """Copies a rank's state within its GPU, or to the host's memory if the GPU has too little.
 
     Raises:
-        DeviceMemoryError: Neither has enough free memory on some rank.
+        DeviceMemoryError: On some rank, neither has enough free memory.
     """
     job = run.job
     leaves = run.optimizer.chained_optimizers
@@ -180,7 +180,7 @@ def _set_aside(run: Run) -> _State:
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
     needed = sum(tensor.nbytes for share in shares.values() for tensor in share.tensors)
     ranks_here = job.environment.local_world_size
-    # After the move the rank may hold up to half as much state again, which must fit beside it.
+    # Reserve half as much again, because the rank may hold more layers after the move.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
     fits = stays or needed <= available_host_bytes() // ranks_here
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
@@ -212,7 +212,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Fills the new run's model and optimizer with the stored state of all ranks. Collective."""
+    """Fills the new run's model and optimizer with the state kept by all ranks. Collective."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers
@@ -236,12 +236,12 @@ def _give(run: Run, state: _State) -> None:
 
 
 def _restore_settings(state: _State, leaves: Sequence[Any], steps: float) -> None:
-    """Restores the optimizers' settings, loss scalers and numbers of updates from before the move.
+    """Restores the optimizers' settings, loss scalers and update counts from before the move.
 
     Args:
-        state: State of this rank from before the move.
-        leaves: New chained optimizers.
-        steps: Number of updates that the old optimizers had done.
+        state: State that this rank kept before the move.
+        leaves: Chained optimizers of the new run.
+        steps: Number of updates that the old optimizers had made.
     """
     for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
         for values in leaf.optimizer.state.values():

@@ -1,13 +1,13 @@
-"""Implements ``--repartition auto``: moves layers off a slow rank if measured times show a gain.
+"""Implements ``--repartition auto``: moves layers off a slow rank if that makes steps faster.
 
-Every ``--repartition-interval`` iterations rank 0 gathers the measurements of all ranks. It
-simulates steps with other partitions (numbers of layers per stage) and finds the fastest. If the
-predicted gain is large enough, all ranks change to that partition together::
+Every ``--repartition-interval`` iterations, rank 0 gathers the measurements of all ranks. It
+simulates steps with other partitions (numbers of layers per stage) and finds the fastest one. If
+the predicted gain is large enough, all ranks change to that partition at the same time::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
     each half of these steps ──> must predict the gain too     (planner/choose_partition.py)
 
-If a move gains less than half of the prediction, the gain required for the next move is doubled.
+If a move gains less than half of what was predicted, the gain required for the next one is doubled.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ _FITS = 32
 _LEAST_S = 1e-12
 
 Lanes = dict[tuple[ActionKind, int], float]
-"""Median duration in nanoseconds of a step's actions, by kind (F, B, W) and chunk."""
+"""Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
-    """Holds what a rank has measured in the steps since the last decision.
+    """Holds what a rank has measured since the last decision.
 
     Attributes:
-        pp_rank: Position of the rank in the pipeline.
-        steps: Median durations of the rank's actions, for each step.
-        spans_s: Duration of each step in seconds.
-        shares: Fraction of a forward pass that the layers take, without embedding and loss, by
-            chunk.
-        free_bytes: Size in bytes of the memory that is free for activations.
-        kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
-        held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
-        layer_bytes: Size in bytes of each layer, by chunk. Layers of equal size are treated as one
+        pp_rank: Pipeline rank.
+        steps: Median durations of the rank's actions, one ``Lanes`` per step.
+        spans_s: Duration of each of these steps in seconds.
+        shares: Fraction of a forward pass that the chunk's layers take, without embedding and loss;
+            one per chunk.
+        free_bytes: Size of the memory that is free for activations, in bytes.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps, per chunk.
+        held_bytes: Size in bytes of weights, gradients and optimizer state, per chunk.
+        layer_bytes: Size in bytes of each layer, per chunk. Layers of equal size count as the same
             kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the layers' total time that each layer takes, by chunk; empty if all
+        parts: Fraction of the layers' total time that each layer takes, per chunk; empty if all
             layers are equal.
     """
 
@@ -92,7 +92,7 @@ class StepMeasurements:
     parts: tuple[tuple[float, ...], ...] = ()
 
     def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
-        """Yields (size in bytes, fraction of the layers' total time) for each layer of a chunk.
+        """Yields (size in bytes, fraction of the layers' total time) of each layer in a chunk.
 
         Args:
             chunk: Index of the chunk on this rank.
@@ -105,11 +105,11 @@ class StepMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PartitionMove):
-    """Describes a move of layers between ranks, decided after a step and made before the next.
+    """Describes a move of layers between ranks, which takes place before the next step.
 
     Attributes:
         why: Reason for the move, printed in the log.
-        before_s: Measured duration in seconds of a step before the move.
+        before_s: Measured step time before the move, in seconds.
     """
 
     why: str
@@ -117,10 +117,10 @@ class Move(PartitionMove):
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Returns the job with the partition that its checkpoint was saved with. Collective.
+    """Returns the job with the partition of the checkpoint that it loads. Collective.
 
-    Without ``--repartition auto``, without a checkpoint to load, or if the checkpoint has another
-    number of pipeline ranks, chunks or layers, the job is returned unchanged. A checkpoint that
+    The job is returned unchanged without ``--repartition auto``, without a checkpoint to load, or
+    if the checkpoint has another number of pipeline ranks, chunks or layers. A checkpoint that
     cannot be read is ignored here, because loading it later reports the error.
     """
     config = job.config
@@ -150,12 +150,12 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
 
 
 class Repartitioner:
-    """Measures the steps of a run and decides when to move layers between ranks.
+    """Measures the steps of a run, and decides when to move layers between ranks.
 
-    Every rank has a repartitioner, because measurements and decisions are collective.
+    Every rank has a repartitioner, because measuring and deciding are collective.
 
     Args:
-        run: Run to measure.
+        run: Run whose steps are measured.
         message: Function that writes a line to the log.
     """
 
@@ -172,7 +172,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure a run that was just built, or rebuilt after a move."""
+        """Starts to measure a run that has just been built, or built again after a move."""
         self._run = run
         self._partition = run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
@@ -180,9 +180,9 @@ class Repartitioner:
         self._forget()
 
     def close(self) -> None:
-        """Stops measuring and drops all references to the run, so that its memory can be freed.
+        """Stops measuring, and drops all references to the run so that its memory can be freed.
 
-        :meth:`adopt` starts to measure again.
+        A later call of :meth:`adopt` starts measuring again.
         """
         assert self._share is not None
         self._share.close()
@@ -193,8 +193,8 @@ class Repartitioner:
         """Gathers the measurements of all ranks and computes their loads. Collective.
 
         Returns:
-            Three loads: in all steps since the last decision, in the first half of these steps, and
-            in the second half.
+            Three loads: over all steps since the last decision, over their first half, and over
+            their second half.
         """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
 
@@ -207,14 +207,14 @@ class Repartitioner:
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
         """Adds the times of a training step; at the end of an interval, decides about a move.
 
-        The call at the end of an interval is collective over all ranks.
+        At the end of an interval, the call is collective over all ranks.
 
         Args:
-            times: Durations of this rank's actions in the step, and of the step.
+            times: Durations of this rank's actions in the step, and of the step itself.
             num_microbatches: Number of microbatches per step.
 
         Returns:
-            The move to make before the next step, equal on all ranks; ``None`` to keep the layers.
+            Move to make before the next step, equal on all ranks; ``None`` if layers stay.
         """
         if self._skip:
             self._skip -= 1
@@ -240,12 +240,12 @@ class Repartitioner:
         return None if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Logs a move that was made, and starts to measure the run with the new partition.
+        """Logs a move that was made, and starts to measure the run with its new partition.
 
         Args:
             move: Move that was made.
             run: Run that was built for the new partition.
-            seconds: Time that the move took.
+            seconds: Duration of the move in seconds.
         """
         before = format_partition(self._partition)
         layers = travelling(self._partition, move.partition, run.placement)
@@ -259,10 +259,10 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> None:
-        """After a move, logs the measured and the predicted gain, and adapts the required gain.
+        """After a move, logs the measured and the predicted gain, and sets the gain required next.
 
         Args:
-            step_s: Measured step time in seconds since the move.
+            step_s: Step time in seconds, measured since the move.
         """
         promise, self._promise = self._promise, None
         if promise is None:
@@ -297,11 +297,11 @@ class Repartitioner:
     def _decide(
         self, measured: Sequence[StepMeasurements], num_microbatches: int
     ) -> tuple[Move | None, float, bool]:
-        """Decides on rank 0 whether to move layers.
+        """Decides, on rank 0, whether to move layers.
 
         Returns:
-            The layer move to make (``None`` for none), the measured step time in seconds, and
-            whether the search exceeded its time limit.
+            Layer move to make (``None`` for none), measured step time in seconds, and whether the
+            search exceeded its time limit.
         """
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
@@ -329,7 +329,7 @@ class Repartitioner:
                 # be predicted.
                 return None, False
             if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-                # Only one half of the steps would be faster, so the slowness may be temporary.
+                # A half of the steps shows no such gain, so the slowness may be temporary.
                 return None, False
             return proposed, False
 
@@ -362,10 +362,10 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 
 
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
-    """Starts to measure how much of a forward pass the layers take.
+    """Starts to measure the fraction of a forward pass that the layers of each chunk take.
 
-    Chunks with an embedding or a loss are measured, because elsewhere the layers take all the time.
-    Chunks whose layers differ in size are measured too, layer by layer.
+    Chunks with an embedding or a loss are measured, because in all others the fraction is 1. Chunks
+    whose layers differ in size are also measured, layer by layer.
     """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {
@@ -387,17 +387,17 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
+    """Computes the time of a layer on each rank, and that of embedding and loss on each stage.
 
-    Of several data-parallel replicas the slowest is used, because the others wait for it. A rank
+    Of several data-parallel replicas, the slowest is used, because the others wait for it. A rank
     without layers is assumed to be as fast as the median rank.
 
     Args:
-        measured: Measurements of every rank of the job.
+        measured: Measurements of each rank of the job.
         placement: Assignment of stages to ranks and chunks.
-        partition: Number of layers of each stage.
+        partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank holds at the same time.
-        steps: Slice of the measured steps to use.
+        steps: Slice that selects the measured steps to use.
     """
     ranks = placement.num_ranks
     stages = _slowest_replicas(measured, placement, partition, steps)
@@ -439,8 +439,8 @@ class _Stage:
     """Holds the times of a stage on its slowest data-parallel replica.
 
     Attributes:
-        times_s: Median times in seconds of forward, backward and separate weight-gradient pass.
-        share: Fraction of a forward pass that the stage's layers take.
+        times_s: Median time in seconds of the forward, backward and separate weight-gradient pass.
+        share: Fraction of a forward pass that the stage's layers take, without embedding and loss.
         layers: (Size in bytes, fraction of the layers' total time) of each layer.
     """
 
@@ -455,7 +455,7 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns for each stage its times on the slowest of the data-parallel ranks that run it."""
+    """Returns for each stage the times on the slowest of the data-parallel ranks that run it."""
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -468,18 +468,18 @@ def _slowest_replicas(
 
 
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
-    """Estimates the time of each kind of layer on each rank, even where none was measured.
+    """Estimates the time of each kind of layer on each rank, also for kinds not measured there.
 
-    Layers of the same size are one kind. The model is: time = (time per kind) x (slowness of the
+    Layers of the same size are one kind. The model is: time = (time of the kind) x (slowness of the
     rank). A rank that shares no kind of layer with another rank is assumed to have slowness 1.
 
     Args:
-        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis
-            lists forward, backward and weight-gradient pass.
+        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis is
+            forward, backward and weight-gradient pass.
         counts: Number of measured layers, ``[ranks, kinds]``.
 
     Returns:
-        Times of forward, backward and weight-gradient pass in seconds, by rank and kind of layer.
+        Time in seconds of forward, backward and weight-gradient pass, by rank and kind of layer.
     """
     ranks, kinds = counts.shape
     means = sums / np.maximum(counts, 1)[:, :, None]
@@ -488,7 +488,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns for each kind of layer the rank with the median time, of ranks that have it."""
+        """Returns, per kind of layer, the rank with the median time among ranks that have it."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -507,7 +507,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns a chunk's median times in seconds of forward, backward and weight-gradient pass."""
+    """Returns a chunk's median time in seconds for forward, backward and weight-gradient pass."""
     medians = []
     for kind in KINDS:
         values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
@@ -522,18 +522,18 @@ def _most_layers(
     units: float,
     kinds: Sequence[int],
 ) -> tuple[float, tuple[float, ...]]:
-    """Returns the number of layers that fit into a rank's memory, at least the present number.
+    """Returns the number of layers that fit into a rank's memory, at least the current number.
 
     Args:
         measured: Measurements of the rank.
         placement: Assignment of stages to ranks and chunks.
-        partition: Number of layers of each stage.
+        partition: Number of layers per stage.
         units: Number of microbatches whose activations a rank holds at the same time.
-        kinds: Size in bytes of a layer of each kind.
+        kinds: Size in bytes of a layer, per kind of layer.
 
     Returns:
-        Number of layers of the rank's mean size, and for each kind of layer its size as a multiple
-        of that mean.
+        Number of layers of the rank's mean layer size, and for each kind of layer its size as a
+        multiple of that mean.
     """
     chunks = range(placement.num_chunks)
     counts = [partition[placement.stage_of(measured.pp_rank, chunk)] for chunk in chunks]

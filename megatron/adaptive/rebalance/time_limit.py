@@ -10,25 +10,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Maximum time in seconds that all ranks wait for rank 0 to choose a schedule or partition."""
+"""Maximum time in seconds that all ranks wait while rank 0 chooses a schedule or partition."""
 
 SIMULATED_OF_LIMIT = 0.75
-"""Fraction of the time limit for simulations; then the best of those done so far is chosen."""
+"""Fraction of the time limit that simulations may use; then the best one so far is chosen."""
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
-    """Runs a function in a thread and waits a limited time for its result.
+    """Runs a function in a thread, and waits for its result for a limited time.
 
-    The function cannot be stopped. After the limit its thread continues in the background, and its
+    The function cannot be stopped. After the limit, its thread continues in the background, and its
     result or exception is dropped.
 
     Args:
-        limit_s: Maximum time to wait in seconds.
-        action: Function to run. It may read the run but must not change anything in it.
-        instead: Value to return if the time limit is exceeded.
+        limit_s: Maximum time to wait, in seconds.
+        action: Function to run. It may read the run, but must not change anything in it.
+        instead: Result to return if the time limit is exceeded.
 
     Raises:
-        BaseException: Any exception that the function raised within the limit.
+        BaseException: Any exception that the function raises within the limit.
     """
     results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 

@@ -4,7 +4,7 @@ Used while training (imports neither torch nor a drawing package):
 
 - ``trace_format``  records of a trace (header, iterations, spans, clock samples), their text form
 - ``recorder``      collects the spans of a step and writes them from a thread
-- ``status_files``  file with each rank's present action, and file with the run's progress
+- ``status_files``  file with each rank's current action, and file with the run's progress
 - ``files``         atomic writes; optional files, whose loss does not stop a run
 - ``clock``         compares the clocks of a running job; puts all ranks of a run on one clock
 - ``hang_watch``    separate process that finds the rank that a hanging job waits for

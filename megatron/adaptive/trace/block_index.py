@@ -1,9 +1,9 @@
-"""Finds the positions of all spans in a trace file, and reads the spans of chosen iterations.
+"""Finds the positions of all spans in a trace file, and reads the spans of given iterations.
 
-Each marker contains the size in bytes of the spans that follow. Therefore only the markers are
-read, which is fast even for a large file. If the run was killed, its file may end in the middle of
-a line; that line is dropped and counted. If the size in a marker is wrong (at the end of such a
-file, or in a file that somebody edited), the lines are read one by one.
+Each marker contains the size in bytes of the spans that follow. So only the markers are read, which
+is fast even for a large file. If the run was killed, its file may end in the middle of a line,
+which is dropped and counted. If a marker's size is wrong (at the end of such a file, or in a file
+that somebody edited), the lines after it are read one by one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megatron.adaptive.trace.trace_format import (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describes where in a file consecutive spans of one iteration are.
+    """Describes the position of consecutive spans of one iteration in a file.
 
     Attributes:
-        marker: Marker in the line above the spans.
-        offset: Position of the first span in the file, in bytes.
-        size_bytes: Total size of the complete lines in bytes.
-        is_whole: Whether the file contains all spans that the marker announces.
-        table: Spans of the block, if the positions could not be found without reading them.
+        marker: Marker in the line before the spans.
+        offset: Position of the first span in the file, as a number of bytes.
+        size_bytes: Total size of the spans' complete lines in bytes.
+        is_whole: Whether the file contains all spans that the marker counts.
+        table: Spans of the block if they were read already, else ``None``.
     """
 
     marker: IterationStart
@@ -53,16 +53,16 @@ class Block:
 
 @dataclass
 class FileIndex:
-    """Lists the contents of a trace file: header, positions of the spans, clock samples.
+    """Lists the contents of a trace file: its header, positions of spans, and clock samples.
 
     Attributes:
         path: Path of the trace file.
-        header: Header of the file, ``None`` if nothing was written yet.
-        blocks: Positions of the spans, a block per marker, in the order of the file.
+        header: Header of the file; ``None`` if the file is empty.
+        blocks: Positions of the spans: a block per marker, in the order of the file.
         samples: Clock samples in the file.
-        gaps: Iterations that are missing because the disk accepted no data.
-        truncated_lines: Number of lines cut off at the end of the file, 0 or 1.
-        offset: Position in bytes from which :meth:`read_on` continues.
+        gaps: Iterations that are missing because the disk accepted no data at that time.
+        truncated_lines: Number of lines that were cut off at the end of the file, 0 or 1.
+        offset: Position in bytes at which :meth:`read_on` continues.
     """
 
     path: Path
@@ -74,16 +74,16 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Adds the headers, blocks and clock samples that follow :attr:`offset` in the file.
+        """Adds what follows :attr:`offset` in the file: header, blocks and clock samples.
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether the run may still write to the file. Then an incomplete end is left
-                for the next call instead of being counted as a lost line.
+            is_growing: Whether the run may still write to the file. If so, an incomplete end is
+                left for the next call, and is not counted as a truncated line.
 
         Raises:
             OSError: The file cannot be read.
-            TraceError: The file is no trace file, is damaged or of another version.
+            TraceError: The file is not a trace, is damaged, or has another format version.
         """
         with open_file(self.path) as file:
             file.seek(self.offset)
@@ -111,7 +111,7 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the present position as ``file:line``, for messages; slow for a large file."""
+        """Returns the current position as ``file:line`` for messages; slow for a large file."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -119,7 +119,7 @@ def index_file(path: Path) -> FileIndex:
     """Finds the header, the blocks of spans and the clock samples of a trace file.
 
     Raises:
-        TraceError: The file cannot be read, is no trace file, is damaged or of another version.
+        TraceError: The file cannot be read, is no trace, is damaged, or has another version.
     """
     index = FileIndex(path)
     try:
@@ -130,7 +130,7 @@ def index_file(path: Path) -> FileIndex:
 
 
 def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
-    """Returns the block of spans after a marker, and moves the file position behind the block."""
+    """Returns the block of spans after a marker, and moves the file's position to its end."""
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
@@ -141,16 +141,16 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    # The file may have been edited, so the lines are parsed now, which reports any error in them.
+    # Somebody may have edited the file, so parse the lines now to report any error in them.
     table = read_blocks(index, [block])
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of some blocks; their times are on the rank's own clock.
+    """Reads the spans of some blocks, with times on the rank's own clock.
 
     Raises:
-        TraceError: The file can no longer be read, or a line is damaged.
+        TraceError: The file no longer exists, or a line is damaged.
     """
     tables = [block.table for block in blocks if block.table is not None]
     blocks = [block for block in blocks if block.table is None and block.size_bytes]
@@ -193,7 +193,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Returns the number of the line that begins at ``offset``, from 1."""
+    """Returns the number (from 1) of the line that begins at byte ``offset``."""
     with open_file(path) as file:
         return 1 + file.read(offset).count(b"\n")
 
@@ -203,9 +203,9 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 
 
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
-    """Returns whether a block that ends at byte ``end`` is complete.
+    """Returns whether a complete block of spans ends at byte ``end``.
 
-    A line must end there, and the next line, if there is one, must not be a span.
+    If so, a line ends there, and the next line, if there is one, is not a span.
     """
     if end > size:
         return False
@@ -218,23 +218,23 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns whose values are indices of names: (column, number of known names, value if unknown)."""
+"""Columns whose values are indices of names: (column, number of names, value if unknown)."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
-    """Parses lines of spans into an array of numbers.
+    """Parses lines of spans into an array of integers.
 
     Args:
-        data: Complete lines of spans, as bytes.
-        where: Function that returns the position ``file:line`` of a line of ``data``, given its
-            index from 0; for error messages.
+        data: Complete lines of spans.
+        where: Function that returns the position ``file:line`` of a line, given its index in
+            ``data`` from 0. Used for error messages.
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        Kinds and reasons that this program does not know are replaced by "other" or "none".
+        Kinds and reasons that this program does not know are replaced by ``other`` or none.
 
     Raises:
-        TraceError: A line is not a list of whole numbers, one per column.
+        TraceError: A line is not a list of integers, one per column.
     """
     numbers = _plain(data)
     if numbers is None:
@@ -246,7 +246,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines that look exactly as the recorder writes them; ``None`` if a line does not."""
+    """Parses lines that look exactly as the recorder writes them; ``None`` if one does not."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -254,15 +254,15 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # Older numpy only warns about text that it cannot parse, newer numpy raises an error. The
-        # filter turns the warning into an error too.
+        # For text that it cannot parse, older numpy only issues a warning, and newer numpy raises
+        # an error. The filter turns the warning into an error.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 by its limits, so a limit is an error.
+        # numpy replaces numbers outside the range of int64 by its limits, so these are errors.
         return None
     return numbers.reshape(lines, width)
 

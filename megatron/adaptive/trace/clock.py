@@ -1,33 +1,33 @@
-r"""Puts all ranks on one clock: compares clocks during a job, aligns them when its trace is read.
+r"""Compares the clocks of all machines during a job, and puts a trace's ranks on one clock.
 
 Every process has a monotonic clock, whose id is in the header of its trace. Ranks of one machine
 share a clock. The clocks of two machines differ by any amount and drift apart by tens of
-microseconds a second. One clock is the reference: that of the rank against which samples were
-taken, or without samples that of the first rank. The offset of any other clock comes from the
-best of these sources:
+microseconds per second. One clock is the reference: that of the rank against which samples were
+taken, or that of the first rank if there are no samples. The offset of any other clock comes from
+the best of these sources:
 
 - samples, corrected by the run's messages: no message arrives before it was sent,
 - messages between this clock and one with a known offset,
 - the time of day on both machines.
 
 One rank of every other machine asks rank 0 for its time, in short bursts of requests over a
-separate connection. Both sides first prove that they know a secret of the job. Between bursts
-they sleep in the kernel. A sample is one request with its answer, which bounds the offset::
+separate connection. Both sides first prove that they know a secret of the job. Between bursts the
+threads sleep. A sample is one request with its answer, which bounds the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
-If the kernel supports timestamps, it records the arrivals (t1 and t3). Then it does not matter how
-long a thread waits for a processor or for the interpreter lock (GIL). Samples are optional: a
-machine that cannot be reached has none, and a warning says so when the trace is read.
+If the kernel supports timestamps, it records the arrivals (t1 and t3), so that a thread's wait for
+a processor or for the interpreter lock (GIL) does not change them. Samples are optional: a machine
+that cannot be reached has none, and a warning says so when the trace is read.
 
 A delay is long if a thread had to wait for a processor. Therefore only the fastest exchanges of
 each second are used, and the slower ones among them get less weight. A straight line is fitted
 through these samples, or a piecewise linear one if a clock was corrected during the run.
 
-If a run has several clocks, its times are converted to the reference machine's time of day, which
-a reader can relate to logs. With one clock they stay unchanged.
+If a run has several clocks, its times are converted to the reference machine's time of day, so that
+they can be compared with logs. With one clock, times stay unchanged.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -55,16 +55,16 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window that are used: the fastest ones, at least one."""
+"""Fraction of the exchanges in a window to use: the fastest ones, at least one."""
 
 STAMP_NS = 2_000.0
-"""Smallest assumed error of a clock reading in nanoseconds."""
+"""Minimum error in nanoseconds that is assumed for a clock reading."""
 
 DRIFT_PRIOR = 1e-4
-"""Typical drift between clocks in seconds per second; a weak prior for runs with few samples."""
+"""Assumed drift between clocks in seconds per second; limits slopes if there are few samples."""
 
 BENT = 4.0
-"""Ratio of residual to expected error above which a piecewise linear fit replaces the line."""
+"""Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
@@ -76,14 +76,15 @@ class ClockFit:
     """Converts readings of one clock into readings of another by linear interpolation.
 
     Attributes:
-        pivot_ns: Reading of the first clock that is time 0 of ``knots_ns``.
-        base_ns: Constant part of the offset to the other clock, in nanoseconds.
-        knots_ns: ``[knots] float64``, ascending times at which the offset is given, in nanoseconds
-            after ``pivot_ns``.
-        offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``; linear
-            between two knots and beyond the outermost.
-        residual_ns: Median distance of the samples from the fitted line, 0 without samples.
-        delay_ns: Round-trip time of the fastest exchange; offsets are wrong by at most half of it.
+        pivot_ns: Reading of the converted clock from which ``knots_ns`` are counted.
+        base_ns: Constant part of the offset to the target clock, in nanoseconds.
+        knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` at which
+            the offset is given.
+        offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``, in
+            nanoseconds; linear between knots and beyond the outermost.
+        residual_ns: Median distance in nanoseconds of the samples from the fit; 0 without samples.
+        delay_ns: Round-trip time in ns of the fastest exchange; half of it bounds the offset's
+            error.
         num_samples: Number of samples used for the fit.
     """
 
@@ -97,14 +98,14 @@ class ClockFit:
 
     @property
     def drift_ppm(self) -> float:
-        """Mean drift in parts per million, positive if the other clock runs faster."""
+        """Mean drift in parts per million; positive if the target clock runs faster."""
         if len(self.knots_ns) < 2:
             return 0.0
         length = self.knots_ns[-1] - self.knots_ns[0]
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Converts readings to the other clock: ``int64``, in the array shape of ``times_ns``."""
+        """Converts readings to the target clock: ``int64``, in the array shape of ``times_ns``."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
@@ -118,24 +119,24 @@ class ClockFit:
         return moved
 
     def plus(self, offset_ns: int) -> ClockFit:
-        """Returns a fit whose results are larger by ``offset_ns`` than those of this one."""
+        """Returns a fit whose results are larger than this one's by ``offset_ns`` nanoseconds."""
         return replace(self, base_ns=self.base_ns + offset_ns)
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """Returns a fit that adds a constant to every reading, for clocks without drift."""
+    """Returns a fit that adds a constant number of nanoseconds to every reading (no drift)."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
 def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
-    """Fits the offset between the local clock and a reference clock as a function of time.
+    """Fits the offset from the local clock to a reference clock as a function of time.
 
     Args:
-        samples: Exchanges with the reference, at least one. Or their four times in ns, in the order
-            of ``ClockExchange``, as an array ``[exchanges, 4]``.
+        samples: Exchanges with the reference rank, at least one; or an array ``[exchanges, 4]`` of
+            their times in ns, in the order of ``ClockExchange``.
 
     Returns:
-        Fit that converts readings of the local clock into those of the reference.
+        Fit that converts readings of the local clock into readings of the reference clock.
     """
     numbers = np.asarray(samples, dtype=np.int64)
     numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
@@ -143,7 +144,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Subtracting the large constant keeps the numbers small, so that a float holds half
+    # Subtracting the large constant keeps the numbers small enough for a float to hold half
     # nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
@@ -170,24 +171,24 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
 def settle(
     slack_ns: Mapping[tuple[int, int], int], num_clocks: int, unsure: Collection[int] = ()
 ) -> tuple[list[int], int]:
-    """Moves clocks as little as possible so that no message arrives before it was sent.
+    """Shifts clocks as little as possible, so that no message arrives before it was sent.
 
     Args:
-        slack_ns: Shortest message time, from send to arrival, for each pair (sender's clock,
-            receiver's clock). Negative if the two clocks contradict each other.
-        num_clocks: Number of clocks; clock 0 is never moved.
-        unsure: Clocks whose offset was not measured. Messages in both directions bound the offset
-            to a clock that is settled already, and the middle between the two bounds is taken.
+        slack_ns: Shortest time of a message from send to arrival, for each pair (sender's clock,
+            receiver's clock). It is negative if the two clocks contradict each other.
+        num_clocks: Number of clocks; clock 0 is never shifted.
+        unsure: Clocks whose offset was not measured. Messages in both directions to a clock with a
+            known offset give a lower and an upper bound, of which the middle is used.
 
     Returns:
-        Nanoseconds to add to each clock. Then the largest time by which a message still arrives
-        before it was sent, 0 if none does.
+        Nanoseconds to add to each clock, and the largest time by which a message still arrives
+        before it was sent (0 if none does).
     """
     moves = [0.0] * num_clocks
     waiting = sorted(set(unsure) - {0})
     sure = [clock for clock in range(num_clocks) if clock not in waiting]
     while waiting:
-        # A clock can be settled next if messages in both directions connect it to a settled one.
+        # A clock can be settled if messages in both directions connect it to a settled clock.
         pair = next(
             ((a, b) for b in waiting for a in sure if (a, b) in slack_ns and (b, a) in slack_ns),
             None,
@@ -216,7 +217,7 @@ def settle(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Returns the indices of the samples to use: the fastest ones in each time window."""
+    """Returns the indices of the samples to use: the fastest in each time window."""
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
     begins = np.flatnonzero(np.diff(window[order], prepend=window[0] - 1))
@@ -228,19 +229,19 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 
 
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """Fits a piecewise linear function with ``count`` knots; outliers get less weight each round.
+    """Fits a piecewise linear function with ``count`` knots, and reduces the weight of outliers.
 
     Returns:
-        Times of the knots, and the function's value at each.
+        Times of the knots in nanoseconds, and the function's value at each.
     """
     length = float(times_ns[-1] - times_ns[0])
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(times_ns[0], times_ns[-1], count)
-    # Row i holds the linear-interpolation weights of the knots at point i.
+    # Row i contains the linear-interpolation weights of the knots at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
     # One more row per interval between knots pulls its slope towards 0, with a small weight.
-    # Without these rows, few samples could not determine the slopes.
+    # Otherwise few samples could not determine all slopes.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -256,13 +257,13 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class ClockState:
-    """Describes a clock of the run and how its offset was determined.
+    """Describes a clock of the run, and the source of its offset.
 
     Attributes:
         name: Id of the clock, as in the trace headers.
         ranks: Global ranks that use the clock.
         how: Source of the offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
-        fit: Conversion of the clock's readings into the common time.
+        fit: Function that converts the clock's readings into the run's common time.
     """
 
     name: str
@@ -273,28 +274,28 @@ class ClockState:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Holds the clocks of a run and their offsets.
+    """Holds all clocks of a run and their offsets.
 
     Attributes:
         clocks: All clocks of the run, the reference first.
-        contradiction_ns: Largest time by which a message still seems to arrive before it was sent,
-            after the correction; 0 if none does.
+        contradiction_ns: Largest time in ns by which a message still seems to arrive before it was
+            sent, after the clocks were corrected; 0 if none does.
     """
 
     clocks: tuple[ClockState, ...]
     contradiction_ns: int = 0
 
     def fit_of(self, name: str) -> ClockFit:
-        """Returns the conversion of the readings of the clock named ``name`` to common time."""
+        """Returns the fit that converts readings of the clock named ``name`` into common time."""
         return next(clock.fit for clock in self.clocks if clock.name == name)
 
     @property
     def residual_ns(self) -> float:
-        """Median residual in ns of the worst measured clock, 0 if no clock was measured."""
+        """Largest residual in ns of any measured clock; 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns a phrase with the number of clocks, their residual error and their drift."""
+        """Returns text with the number of clocks, their residual error and their drift."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -308,7 +309,7 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line for each doubt about the clocks: offsets not measured, contradictions."""
+        """Returns a line for each problem of the clocks: offsets not measured, contradictions."""
         lines = []
         for how, advice in (
             (
@@ -331,18 +332,18 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns the clocks of a run by their samples, or by the time of day for a clock without any.
+    """Aligns a run's clocks by their samples; a clock without samples by its time of day.
 
     Args:
         headers: Trace header of each global rank, in ascending order of ranks.
-        samples_of: Clock samples that each rank took.
+        samples_of: Clock samples of each global rank.
     """
     first: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All clocks of a job are measured against the same rank, so the first record names it.
+    # All samples of a job are taken against the same rank, so the first record names it.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -376,9 +377,9 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
     """Corrects the clocks so that no message of the run arrives before it was sent.
 
     Args:
-        alignment: Clocks as aligned by :func:`align`.
-        names: Clock id of each rank that sends or receives one of the messages.
-        messages: Messages of the run, their times already converted by ``alignment``.
+        alignment: Clocks aligned by :func:`align`.
+        names: Id of the clock of each rank that sends or receives one of the messages.
+        messages: Messages of the run, with times that ``alignment`` has already converted.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
     clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
@@ -412,10 +413,10 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between two exchanges of a burst, so that one delay does not affect all."""
+"""Pause in seconds between the exchanges of a burst, so that one delay does not affect all."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""First and longest time in seconds between two bursts; the time doubles after each burst."""
+"""Initial and maximum time in seconds between bursts; the time doubles after each burst."""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -423,7 +424,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>, which Python's socket module does not define.
+# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>; Python's socket module does not define it.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -437,22 +438,22 @@ def start_clock_sync(
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
 ) -> ExitStack:
-    """Starts to compare the clocks of all machines with rank 0's clock.
+    """Starts threads that compare the clocks of all machines with rank 0's clock.
 
-    Rank 0 answers requests for its time; the first rank of each other machine sends them.
+    Rank 0 answers requests for its time, and the first rank of each other machine sends them.
 
     Collective over all ranks of the job.
 
     Args:
         rank: Global rank of this process.
         clock_id: Id of this rank's monotonic clock; ranks with the same id share a clock.
-        address: Address at which other machines reach rank 0.
-        gather: Collective all-gather: takes this rank's value, returns the values of all ranks.
-        deliver: Callback that receives the samples of each burst; called from another thread.
+        address: Address of rank 0 for the other machines.
+        gather: All-gather over all ranks: takes this rank's value, returns the values of all ranks.
+        deliver: Callback that gets the samples of each burst, in another thread.
 
     Returns:
-        Stack whose ``close()`` takes a last burst and stops this rank's threads. The call is
-        idempotent and blocks for at most two seconds.
+        Stack whose ``close()`` makes a last burst and stops this rank's threads. The call may be
+        repeated, and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -471,17 +472,17 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Answers requests for the time from clients that know a secret; one thread per connection.
+    """Answers requests for the time from clients that know a secret, with a thread per connection.
 
     Args:
-        host: Address to listen on; all addresses if ``host`` is empty or of another machine.
+        host: Address to listen on; all addresses of the machine if empty or another machine's.
 
     Attributes:
         port: Port on which the server listens.
-        secret: Secret that clients must prove to know, made by the constructor.
+        secret: Secret that clients must prove to know; the constructor generates it.
 
     Raises:
-        OSError: The server cannot listen on a port.
+        OSError: The server cannot open a port.
     """
 
     def __init__(self, host: str = "") -> None:
@@ -492,7 +493,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops the server, after a short time for the clients' last samples. Idempotent."""
+        """Stops the server after a short time for the clients' last requests. Idempotent."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -521,15 +522,15 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Runs a thread that asks rank 0 for its time in bursts.
+    """Asks rank 0 for its time in bursts, from a thread.
 
     Args:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
-        deliver: Callback that receives the samples of each burst.
-        now: Function that reads this rank's clock, in nanoseconds.
-        periods_s: Shortest and longest time in seconds between two bursts.
+        deliver: Callback that gets the samples of each burst, in the thread.
+        now: Function that returns the time of this rank's clock, in nanoseconds.
+        periods_s: Initial and maximum time in seconds between two bursts.
     """
 
     def __init__(
@@ -553,7 +554,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes a last burst of samples and stops the thread. Idempotent."""
+        """Makes a last burst and stops the thread. Idempotent."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -603,10 +604,11 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes, or fewer if the connection ends, and the time of their arrival.
+    """Receives ``size`` bytes (fewer if the connection ends); returns them and their arrival time.
 
-    The time is a reading of ``now``. The kernel's timestamp is a time of day, which is another
-    clock, so only the timestamp's age is used: it is subtracted from a reading of ``now``.
+    The arrival time is on the clock ``now``. The kernel's timestamp is a time of day, which is
+    another clock. So only the age of the timestamp is used: it is subtracted from a reading of
+    ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()

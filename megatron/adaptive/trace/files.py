@@ -1,7 +1,7 @@
 """Writes results atomically, and writes optional files of a run as long as the disk accepts data.
 
-A run can continue without some of its files: traces, curves, progress, logs. If one of these cannot
-be written, for example because the disk is full, a warning is printed and the data is dropped.
+A run can continue without some of its files: traces, curves, progress, logs. If such an optional
+file cannot be written, as on a full disk, a warning is printed and the data is dropped.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary; others mean that the path is wrong."""
+"""Error numbers of disk problems that may be temporary; any other means that the path is wrong."""
 
 
 _ROOM_BYTES = 1 << 16
 
 
 def _has_room(file: int) -> bool:
-    """Returns whether a file's disk has enough free space to start writing again.
+    """Returns whether a file's disk has enough free space to try writing again.
 
-    Writing starts again only at 64 KiB. Otherwise, on a full disk, a few bytes freed by another
-    program would end the outage for a moment.
+    At least 64 KiB must be free. Otherwise, on a full disk, a few bytes freed by another program
+    would end the outage for a moment.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -44,16 +44,16 @@ def _has_room(file: int) -> bool:
 
 
 class Outage:
-    """Prints one warning when a file cannot be written, and one note when it can be again.
+    """Prints a warning when a file cannot be written, and a note when it can be written again.
 
-    The note contains the amount of data lost meanwhile.
+    The note states how much data was lost in between.
 
     Args:
         name: Name of the file or stream, such as its path.
-        unit: Unit of the lost data in the plural, for example ``iterations``.
+        unit: Unit in which lost data are counted, in the plural, such as ``iterations``.
 
     Attributes:
-        is_on: Whether writing fails at present.
+        is_on: Whether writing currently fails.
         lost: Number of units lost since the last successful write.
     """
 
@@ -64,7 +64,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Adds ``count`` units to the loss; the first time in an outage, prints the reason."""
+        """Counts ``count`` lost units, and prints the reason if the outage has just begun."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -72,7 +72,7 @@ class Outage:
             self._say(f"warning: cannot write {self._name}: {reason}; the run continues without it")
 
     def ends(self) -> None:
-        """Ends the outage, if there was one, and prints how much was lost."""
+        """Ends the outage, if there is one, and prints how much data was lost."""
         if self.is_on:
             self.is_on = False
             self._say(f"note: {self._name} can be written again; lost: {self.lost} {self._unit}")
@@ -85,19 +85,19 @@ class Outage:
 
 
 class BestEffortFile:
-    """Appends to an optional file; drops data that cannot be written.
+    """Appends to an optional file, and drops data that cannot be written.
 
-    A file that was deleted, with or without its folder, is created again. Data is written in full
-    or not at all: if a write fails half-way, the file is truncated to its size before. Only one
-    process may write the file, from any of its threads.
+    If the file was deleted, with or without its folder, it is created again. Data are written in
+    full or not at all: if a write fails half-way, the file is truncated to its previous size. Only
+    one process may write the file, from any of its threads.
 
     Args:
-        path: Path of the file; missing folders are created.
-        unit: Unit of the lost data in the plural, for example ``iterations``.
-        head: Function that returns the bytes to write first each time the file is opened.
+        path: Path of the file. Missing folders are created.
+        unit: Unit in which lost data are counted, in the plural, such as ``iterations``.
+        head: Function that returns the bytes to write first whenever the file is opened.
 
     Raises:
-        OSError: The file cannot be opened, and not because of a full or failing disk.
+        OSError: The file cannot be opened for another reason than a full or failing disk.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -121,14 +121,14 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Appends all of the data to the file, or nothing if the disk does not accept it.
+        """Appends all of the data, or nothing if the disk does not accept all of it.
 
         Args:
-            data: Bytes to append, for example some lines.
-            count: Number of units in ``data``, which are lost if it cannot be written.
+            data: Bytes to append, such as some lines.
+            count: Number of units in ``data``, to be counted as lost if it cannot be written.
 
         Returns:
-            Whether the data was written.
+            Whether the data were written.
         """
         with self._lock:
             try:
@@ -150,15 +150,15 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the bytes of ``head`` now, or if that fails, before the next data."""
+        """Writes the bytes of ``head`` now, or before the next data if this fails."""
         self._has_head = False
         self.append(b"", 0)
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
+        """Closes the file. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            # NFS may report only at close() that earlier data could not be written.
+            # NFS may report only at close() that earlier writes failed, which cannot be undone.
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -178,7 +178,7 @@ class BestEffortFile:
                 data = data[os.write(file, data) :]
         except OSError:
             self._is_torn = True
-            # If the truncation fails, the next write starts with it, as _is_torn is still set.
+            # If the truncation fails, _is_torn stays set, and the next write truncates first.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, self._end)
                 self._is_torn = False
@@ -186,7 +186,7 @@ class BestEffortFile:
 
 
 class _LossyOutput(io.FileIO):
-    """Stands in for standard output or error; drops data that cannot be written and never raises.
+    """Replaces standard output or error: drops data that cannot be written, and never raises.
 
     Args:
         stream: Stream to replace, ``sys.stdout`` or ``sys.stderr``.
@@ -198,7 +198,7 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes data, or drops it; once writing works again, inserts a line that says how much.
+        """Writes or drops data. When writing works again, first writes how many bytes were lost.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.
@@ -224,8 +224,8 @@ class _LossyOutput(io.FileIO):
 def keep_printing() -> None:
     """Makes ``print`` and other writes to standard output and error ignore errors.
 
-    Without this, a full disk or a closed terminal would end the run. Streams that other code has
-    replaced are not changed, and a second call changes nothing.
+    Otherwise a full disk or a closed terminal would end the run. Streams that other code has
+    replaced stay as they are. Idempotent.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -251,8 +251,8 @@ def keep_printing() -> None:
 def drop_closed_terminal() -> bool:
     """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Every write to a closed terminal raises an error. A log line would then end the process before
-    it has saved a checkpoint.
+    Every write to a closed terminal raises an error. So a log line could end the process before a
+    checkpoint is saved.
 
     Returns:
         Whether standard output or error was a closed terminal.
@@ -274,11 +274,11 @@ def drop_closed_terminal() -> bool:
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     """Renames a folder that is not empty to ``<folder>-1``, ``<folder>-2`` or the next free name.
 
-    A folder of traces belongs to one start of a job, so a restart needs an empty folder. Several
-    machines that share the folder may call this at the same time.
+    A folder of traces belongs to one start of a job, so a restart needs an empty folder. If several
+    machines share the folder, they may all call this function at the same time.
 
     Returns:
-        New path of the renamed folder, ``None`` if the folder was empty or missing.
+        New path of the folder; ``None`` if it was empty or missing.
 
     Raises:
         TraceError: The folder cannot be renamed.
@@ -305,9 +305,9 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Replaces a file atomically: yields a temporary path, and renames that file at the end.
 
-    The temporary name has the suffix of ``path``, because writers choose the format by it. If the
-    block under ``with`` fails, the previous file at ``path`` stays and the temporary file is
-    deleted. Missing folders are created.
+    The temporary name has the suffix of ``path``, because writers choose the format by the suffix.
+    If the block under ``with`` fails, the file at ``path`` stays unchanged and the temporary file
+    is deleted. Missing folders are created.
 
     Raises:
         TraceError: The file cannot be written at ``path``.

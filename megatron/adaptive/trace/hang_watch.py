@@ -1,7 +1,7 @@
-"""Watches the ranks of a machine from a separate process, and names the rank that others wait for.
+"""Watches this machine's ranks from a separate process, and names the rank that blocks the job.
 
 The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-It imports only the standard library, to start in milliseconds; hanging ranks need not cooperate::
+It imports only the standard library, so it starts in milliseconds. Ranks need not respond to it::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -35,12 +35,12 @@ STEPS = 10.0
 """Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of the hang limit for which a rank may compute between steps without other progress."""
+"""Multiple of the hang limit for which ranks may compute between steps without other progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Use per second above which a rank is working; its monitoring threads use less: processor time in
-seconds, processor time plus time in the run queue, bytes read and written."""
+"""A rank that uses more than this per second is working: processor time in seconds, processor time
+plus time in the run queue, bytes read and written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a rank's status file is too old; the rank writes it each second."""
+"""Age in seconds above which a rank's status file is out of date; ranks write it each second."""
 _OTHERS_S = 11.0
 """Seconds to wait for the watchers of other machines to notice the same hang and report it."""
 _SILENT_S = 20.0
@@ -66,16 +66,16 @@ _KINDS = {"F": "the forward", "B": "the backward", "W": "the weight gradient"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """Describes the state of one rank, collected from outside its process.
+    """Describes the state of one rank, as seen from outside its process.
 
     Attributes:
         rank: Global rank.
-        name: Text for the rank in messages, with its machine.
+        name: Text by which messages refer to the rank; includes its machine.
         pid: Process id on the rank's machine.
-        now: Last status report that a thread of the rank wrote; empty if there is none.
+        now: Last status report that the rank's monitoring thread wrote; empty if there is none.
         age_s: Age of that report in seconds.
-        state: State as a letter of proc(5), ``X`` if gone, empty if its machine does not report.
-        wchan: Kernel function in which the main thread sleeps; empty if it cannot be read.
+        state: Letter for the process state (proc(5)): ``X`` if gone, empty if not reported.
+        wchan: Kernel function in which the main thread sleeps, from /proc; empty if unreadable.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
         line: Line of source code that the innermost frame executes.
         stack: Stacks of all threads, as printed by py-spy or faulthandler.
@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Phrase for what the rank does at present: action, microbatch, chunk and iteration."""
+        """Phrase for the rank's current activity: action, microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Phrase for the code that the main thread runs, outside ``threading`` and ``queue``."""
+        """Phrase for the code line that the main thread runs; skips ``threading`` and ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
@@ -115,11 +115,11 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """Messages the rank waits for: sending rank, then the action's kind, chunk, microbatch."""
+        """(Sender, kind, chunk, microbatch) of each message that the rank waits for."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether a pattern matches the source line or a file of the innermost frames."""
+        """Returns whether ``line`` or a file of the ``depth`` innermost frames matches."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
@@ -137,7 +137,7 @@ class RankEvidence:
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, microbatch: int, step: int) -> bool:
-        """Returns whether the rank has finished an action (kind, chunk, microbatch) of a step."""
+        """Returns whether the rank has finished the given action of the given step."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > microbatch)
@@ -145,10 +145,10 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Names the ranks that block a job, with the cause and a remedy.
+    """Names the ranks that block a job, the cause, and what the user can do.
 
     Attributes:
-        ranks: Global ranks that block the job; empty if no rank can be named.
+        ranks: Global ranks that block the job; empty if none could be determined.
         cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``, ``silent
             machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
@@ -214,7 +214,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
 
 
 class _Symptom(NamedTuple):
-    """Describes a state in which a rank certainly blocks the job, whatever other ranks do."""
+    """Describes a rank state that always blocks the job, whatever the other ranks do."""
 
     cause: str
     applies: Callable[[RankEvidence], bool]
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns a culprit for a rank that waits for no other rank: cause, activity and remedy."""
+    """Returns the ``Culprit`` for a rank that waits for no other: its cause, text and advice."""
     missed = next(
         (
             f", while others wait in collective {max(waiting_in)} of the group of ranks "
@@ -295,7 +295,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns how many ranks have begun more collectives than the candidate.
 
     A rank is counted if it is ahead in some process group and behind in none. If background threads
-    wait for each other, only the numbers of collectives begun distinguish their ranks.
+    wait for each other, only these numbers of collectives show which rank is late.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -308,7 +308,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers, above ``begun``, of the group's collectives in which ranks wait."""
+    """Returns the numbers, if above ``begun``, of the group's collectives in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns how many ranks wait for a rank, directly or through others, including itself."""
+    """Returns the number of ranks that wait for a rank directly or through others, plus itself."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -344,7 +344,7 @@ def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Returns ranks that wait for each other in a circle (a deadlock); empty if there is none."""
+    """Returns ranks that wait for each other in a cycle (a deadlock); empty if there is none."""
     for start in edges:
         path = [start]
         while others := sorted(edges.get(path[-1], ())):
@@ -370,18 +370,18 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class Stillness:
-    """Measures how long the ranks of a machine have made no progress.
+    """Measures for how long no rank of this machine has made progress.
 
     Within a step, only the end of an action or of a collective is progress. Between steps, in
     evaluations, in checkpoints and before the third iteration (imports, compilation), reading,
     writing and, for up to ten times the hang limit, computing are progress too.
 
     Args:
-        limit_s: Value of ``--hang-after-s`` in seconds, ``None`` for the default.
+        limit_s: Value of ``--hang-after-s`` in seconds; ``None`` for the default limit.
 
     Attributes:
-        paused: Collectives begun per process group if all ranks are between steps of a user's own
-            loop and none waits for another, else ``None``.
+        paused: Number of collectives begun in each process group, if every rank is between two
+            steps of a user's own training loop and waits for no other; otherwise ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -395,14 +395,14 @@ class Stillness:
 
     @property
     def limit_s(self) -> float:
-        """Time in seconds without progress that counts as a hang."""
+        """Hang limit: time in seconds without progress after which a hang is reported."""
         if self._limit_s is not None:
             return self._limit_s
         steps = sorted(self._steps_s)
         return max(LEAST_S, STEPS * (steps[len(steps) // 2] if steps else 0.0))
 
     def restart(self, now_s: float) -> None:
-        """Resets the time without progress, for example after the machine was suspended."""
+        """Sets the time without progress to 0, for example after the machine was suspended."""
         self._moved_s = self._computed_s = now_s
 
     def look(
@@ -416,8 +416,8 @@ class Stillness:
         """Compares the ranks' status reports with those of the previous call.
 
         Args:
-            nows: Status report of each global rank.
-            now_s: Present time in seconds on a monotonic clock.
+            nows: Maps each global rank to its status report.
+            now_s: Current time in seconds on a monotonic clock.
             computes: Whether a rank has used processor time since the previous call.
             transfers: Whether a rank has read or written bytes since the previous call.
 
@@ -459,7 +459,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the collectives begun per group if all agree; else ``None``."""
+    """Returns the number of collectives begun per group if all ranks agree; else ``None``."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -472,7 +472,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "done", "in_step"
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat, starting with the state; ``X`` if it does not exist."""
+    """Returns the fields of /proc/PID/stat from the state on; ``["X"]`` if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -480,7 +480,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns a process's total use so far of the three resources listed at :data:`_BUSY`."""
+    """Returns a process's total use so far of the three resources that :data:`_BUSY` lists."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -495,7 +495,7 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence on this machine's ranks from outside; takes some seconds.
+    """Collects evidence on this machine's ranks from outside their processes. Takes seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
@@ -508,7 +508,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal kills a rank without its handler, which it installs before its first report.
+        # Without a handler the signal kills; a rank with a report has installed its handler.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -532,7 +532,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may be in a disk call (D) for a moment, at one reading only.
+                # A healthy process may be in a disk call (D) briefly, so D must be seen twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -544,7 +544,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
 
 
 def main_frames(stack: str) -> list[tuple[str, int, str]]:
-    """Extracts the main thread's frames, innermost first, from what a stack dump tool printed.
+    """Extracts the main thread's frames, innermost first, from a stack dump of all threads.
 
     ``py-spy`` marks the main thread; ``faulthandler`` prints it last.
     """
@@ -570,7 +570,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # py-spy resumes a process after its pause, but one that somebody has stopped must stay stopped.
+    # py-spy pauses and then resumes a process; use no pause if somebody stopped it on purpose.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -594,7 +594,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if a process of an earlier start wrote it."""
+    """Returns each rank's last status report; empty if its file is left from an earlier process."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -614,7 +614,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Formats the text of a hang report: the culprit, a line per rank, and all stacks."""
+    """Formats the text of a hang report: the culprit, a line per rank, and all ranks' stacks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
@@ -636,7 +636,7 @@ def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float)
 
 
 class _Watch:
-    """Checks this machine's ranks every second until the parent process has ended."""
+    """Checks this machine's ranks every second until the parent process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -651,7 +651,7 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # os.getppid() alone would miss a parent that ended before this process started.
+        # Compare with the id in the job file: the parent may have ended before this process began.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # Another machine's watcher that reports the hang already waits for this evidence.
+        # A watcher of another machine that sends evidence has found a hang and waits for ours.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -690,7 +690,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes this machine's time without progress, and its evidence, for other watchers."""
+        """Writes a file with the time without progress and the evidence for the other machines."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of every other machine's watcher; empty if it is too old."""
+        """Returns the last report of each other machine's watcher; empty if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the other machines' watchers and returns their evidence."""
+        """Waits some seconds for the evidence of the other machines' watchers and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
@@ -782,12 +782,12 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Runs the watcher until its parent process ends, then deletes its folder."""
+    """Runs the watcher until its parent process ends, then deletes the folder of reports."""
     folder = Path(sys.argv[1])
     with contextlib.suppress(OSError):
         os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Terminals and launchers signal the whole process group; the watcher ends with its parent.
+        # Terminals and launchers signal the whole process group, but the watcher must outlive it.
         signal.signal(number, signal.SIG_IGN)
     try:
         _Watch(folder).run()

@@ -1,23 +1,23 @@
-"""Writes and reads traces in a text format, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
+"""Writes and reads traces in an older text format, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 
-The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format, one record per line::
+The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format, with a record per line::
 
     rank 0 iteration starts at timestamp 12.500000% iteration 7
     0, 3, forward start, 12.500000%
     0, 3, forward finished, 14.100000%
     rank 0 iteration ends at timestamp 60.000000% iteration 7
 
-Times are milliseconds and end in a percent sign. The first number of an action is the pipeline
-rank. The second number encodes chunk and microbatch: it is their position in the order of the
-interleaved schedule with p ranks and c chunks::
+Times are in milliseconds and end in a percent sign. The first number of an action is the pipeline
+rank. The second number encodes chunk and microbatch: it is the action's position in the order of
+the interleaved schedule with p ranks and c chunks::
 
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
 Pauses between iterations are left out. This module adds ``#`` lines with names, and the iteration's
-number at the end of a marker; the script ignores both. ``weight start`` / ``weight finished`` stand
-for W. Waits, message sizes and memory cannot be expressed in this format; the JSON-lines files
-contain them.
+number at the end of a marker; the script ignores both. ``weight start`` and ``weight finished``
+stand for W. The format cannot express waits, message sizes and memory, which the JSON-lines files
+contain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file; ``process_trace.py`` reads no more."""
+"""Maximum number of iterations in a text file, because ``process_trace.py`` reads no more."""
 
 NS_PER_MS = 1_000_000
 
@@ -52,14 +52,14 @@ _NOTE = re.compile(r"# (run|schedule|placement(?= (?:loop|v)$)) (.+)")
 
 
 def legacy_name(num_ranks: int, num_chunks: int) -> str:
-    """Returns the file name without its suffix, ``trace_pipeline_2_model_chunks_2``."""
+    """Returns the file name without suffix, such as ``trace_pipeline_2_model_chunks_2``."""
     return f"trace_pipeline_{num_ranks}_model_chunks_{num_chunks}"
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Extracts the number of pipeline ranks and of chunks per rank from a file name.
+    """Returns the numbers of pipeline ranks and of chunks per rank that a file name contains.
 
-    ``None`` if the name has another form.
+    The result is ``None`` if the name has another form.
     """
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
@@ -68,13 +68,13 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
-    """Writes the last complete iterations of the first pipeline in the text format.
+    """Writes the last complete iterations of a run's first pipeline in the text format.
 
-    If no iteration is complete, the last one is written.
+    If no iteration is complete, only the last iteration is written.
 
     Args:
-        run: Run whose trace is written.
-        path: Path of the file, replaced if it exists; :func:`legacy_name` returns the usual name.
+        run: Trace of the run to write.
+        path: Path of the file, which is replaced if it exists; :func:`legacy_name` gives its name.
 
     Raises:
         TraceError: The run has no iteration, or the file cannot be written.
@@ -98,7 +98,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
             per rank.
 
     Returns:
-        A run with one trace per pipeline rank. Unknown lines are skipped. An action without its
+        Run with one trace per pipeline rank. Unknown lines are skipped. An action without its
         ``finished`` line is dropped and counted in ``truncated_lines``.
 
     Raises:
@@ -148,10 +148,10 @@ class _Contents:
     """Collects the contents of a file in the text format, line by line.
 
     Attributes:
-        notes: Names of the run, its schedule and its placement, from the ``#`` lines.
-        rows: Finished actions of each rank and iteration.
-        begun: Start in ns of each unfinished action, by rank, kind, and the number that encodes
-            chunk and microbatch.
+        notes: Names of the run, schedule and placement, from the ``#`` lines.
+        rows: Finished actions by rank and iteration.
+        begun: Start in ns of each action that has not finished, by rank, kind, and the number that
+            encodes chunk and microbatch.
     """
 
     def __init__(self, num_ranks: int, num_chunks: int) -> None:
@@ -163,7 +163,7 @@ class _Contents:
         self._iterations: dict[int, int] = {}
 
     def add(self, line: str) -> None:
-        """Adds the content of a line; an unknown line is skipped."""
+        """Adds the contents of a line; skips an unknown line."""
         if note := _NOTE.match(line):
             self.notes[note[1]] = note[2]
         elif marker := _MARKER.match(line):

@@ -1,8 +1,8 @@
-"""Finds the trace to read when the user names a run, or names nothing.
+"""Finds the trace of the run that the user names, or of the newest run if the user names none.
 
 A run's folder contains a folder ``traces`` with a JSON-lines file per rank. It may also contain the
-trace in the older text format (``legacy_text``). If the user names nothing, the newest run is read:
-the one that wrote its files last. Runs write here by default, below the current directory::
+trace in the older text format (``legacy_text``). The newest run is the one that wrote its files
+last. By default, runs write into these folders of the current directory::
 
     runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
     runs/latest                                 the newest of these: a link, or a file with its path
@@ -25,13 +25,13 @@ from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-"""Name of the folder of traces in a run's folder."""
+"""Name of the folder of traces, in a run's folder."""
 
 _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
 _HERE = Path()
 PARENTS = (_RUNS, Path("logs"), _HERE)
-"""Folders in which runs are searched by default; of the current folder only its own files count."""
+"""Folders searched for runs by default. The current folder is searched only as a run's folder."""
 
 _LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
 _TEXT = "trace_pipeline_*_model_chunks_*.txt"
@@ -40,16 +40,16 @@ _TEXT = "trace_pipeline_*_model_chunks_*.txt"
 def load_run(
     path: Path | None, num_ranks: int | None = None, num_chunks: int | None = None
 ) -> RunTrace:
-    """Finds the trace of a run, in any format that can be read, and reads it.
+    """Finds and reads the trace of a run, in any of the formats that can be read.
 
     Args:
-        path: Path of the run's folder, of its folder ``traces``, of a file in the text format, or
-            of a table of times that somebody published. ``None`` for the newest run.
-        num_ranks: Required number of pipeline ranks, ``None`` for any.
-        num_chunks: Required number of chunks per rank, ``None`` for any.
+        path: Path of the run's folder, of its folder ``traces``, of a file in the text format, of a
+            profile (``imports``), or of a published table. ``None`` for the newest run.
+        num_ranks: Number of pipeline ranks that the trace must have; ``None`` for any.
+        num_chunks: Number of chunks per rank that the trace must have; ``None`` for any.
 
     Raises:
-        TraceError: No trace exists, it cannot be read, or it has other numbers of ranks or chunks.
+        TraceError: No trace exists, or it cannot be read, or its numbers of ranks or chunks differ.
     """
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
@@ -65,16 +65,16 @@ def load_run(
 def newest_run(
     patterns: Sequence[str], parents: Sequence[Path] = PARENTS, *, may_be_empty: bool = False
 ) -> Path | None:
-    """Returns the folder of the newest run, and says on stderr which one it is.
+    """Returns the folder of the newest run, and prints its path to stderr.
 
     Args:
-        patterns: Patterns of the files that a run's folder must contain, relative to it. The run
-            whose files were changed last is the newest.
+        patterns: Patterns of files, relative to a run's folder. The run with the latest change in
+            such files is the newest.
         parents: Folders that contain runs.
-        may_be_empty: Whether a folder in ``runs`` counts even if it contains no such file yet.
+        may_be_empty: Whether a run in ``runs`` is considered even if it contains no such file yet.
 
     Returns:
-        Path of the folder, ``None`` if there is no run.
+        Path of the folder; ``None`` if there is no run.
 
     Raises:
         TraceError: ``runs/latest`` points to a folder that does not exist.
@@ -95,16 +95,16 @@ def newest_run(
 
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
-    """Returns the folders that :func:`newest_run` searches, for an error message."""
+    """Returns the folders that :func:`newest_run` searches as text for an error message."""
     *others, last = (str(parent.resolve()) for parent in parents)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of a folder that may be the newest run.
+    """Returns the subfolders of a folder among which the newest run is searched.
 
-    These are none if the folder cannot be read. In ``runs`` it is only the run that ``runs/latest``
-    names, if that run has the files that are needed.
+    The list is empty if the folder cannot be read. For ``runs``, it is only the run that
+    ``runs/latest`` names, if that run has the required files.
     """
     if parent == _HERE:
         return [parent]
@@ -117,7 +117,7 @@ def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> li
 
 
 def _latest_run() -> Path | None:
-    """Returns the folder that ``runs/latest`` points to, ``None`` if there is no such link.
+    """Returns the folder that ``runs/latest`` points to; ``None`` if there is no such link.
 
     Raises:
         TraceError: The link points to a folder that does not exist.
@@ -138,7 +138,7 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time of the last change of a run's files, ``None`` if it has none of them."""
+    """Returns the time of the latest change of a run's files; ``None`` if none matches."""
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):
@@ -175,7 +175,7 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
 
 
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:
-    """Returns the newest file in the text format that has the required ranks and chunks."""
+    """Returns the newest file in the text format with the required numbers of ranks and chunks."""
     candidates = []
     for path in folder.glob(_TEXT):
         shape = legacy_shape(path)

@@ -1,8 +1,8 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-Each process that reads a trace file reduces its spans to these statistics ("figures") at once.
-Therefore only the spans of one file per process are in memory, even if a run has ten million. The
-files can be read in parallel.
+Each process that reads a trace file reduces the file's spans to these statistics ("figures") at
+once. So no process has the spans of more than one file in memory, even if a run has ten million.
+The files can be read in parallel.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints, TraceTable
 from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, KINDS, TraceHeader
 
 WAIT_CAUSES = ("unknown", *CAUSES)
-"""Causes of waits along the last axis of ``wait_ns``.
+"""Causes of waits, in the order of the last axis of ``wait_ns``.
 
-``unknown`` stands for causes that only newer versions of this program know.
+``unknown`` stands for causes that a newer version of this program recorded.
 """
 
 PARTS = {
@@ -36,48 +36,48 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts of a step's time along the last axis of ``parts_ms``, each with its name in reports."""
+"""Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports."""
 
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Total size in bytes up to which one process reads all files; starting more would be slower."""
+"""Total file size in bytes up to which one process reads all files, as more would be slower."""
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from a send's end to the action's end for the send to belong to the action."""
+"""Maximum time in ns from a send's end to the action's end if the action includes the send."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RankFigures:
-    """Holds statistics of one rank as arrays, with one entry per iteration along the first axis.
+    """Holds statistics of one rank as arrays; the first axis is the iterations.
 
-    "Action" means a forward pass (F), a backward pass (B), or the computation of weight gradients
-    as a separate pass (W). An axis of length 3 lists F, B, W.
+    An action is a forward pass (F), a backward pass (B), or a separate pass that computes weight
+    gradients (W). An axis of length 3 stands for F, B, W.
 
     Attributes:
-        iterations: Numbers of the iterations, ascending.
-        start_ns: Start of the first action on the common clock, 0 if there is none.
-        end_ns: End of the last action on the common clock, 0 if there is none.
+        iterations: Numbers of the iterations in ascending order.
+        start_ns: Start of the first action in ns on the common clock; 0 if there is none.
+        end_ns: End of the last action in ns on the common clock; 0 if there is none.
         num_actions: Number of actions.
-        busy_ns: Time during which actions ran, without the sends at their ends.
-        wait_ns: ``[iterations, causes]``, waiting time by cause in the order of
+        busy_ns: Time in ns during which at least one action ran, without the sends at their ends.
+        wait_ns: ``[iterations, causes]``, waiting time in ns by cause, in the order of
             :data:`WAIT_CAUSES`.
-        first_wait_ns: Part of the waiting time before the first action.
-        first_cause: Cause of the wait before the first action, as an index of
+        first_wait_ns: Waiting time in ns before the first action, which ``wait_ns`` includes.
+        first_cause: Cause of the wait before the first action, as an index into
             :data:`WAIT_CAUSES`.
-        kind_ns: ``[iterations, kinds]``, total duration of the spans by ``trace_format.KINDS``.
+        kind_ns: ``[iterations, kinds]``, total duration in ns per kind in ``trace_format.KINDS``.
         count: ``[iterations, chunks, 3]``, number of actions.
-        mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions, NaN without actions.
-        std_ns: ``[iterations, chunks, 3]``, standard deviation of the actions' durations.
-        median_ns: ``[iterations, chunks, 3]``, median duration of the actions, without the time of
-            reading data and sending in them.
+        mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions in ns; NaN if none.
+        std_ns: ``[iterations, chunks, 3]``, standard deviation of the actions' durations in ns.
+        median_ns: ``[iterations, chunks, 3]``, median duration of the actions in ns, without the
+            time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
-        peak_microbatches: Maximum number of microbatches whose forward pass has run and whose
-            backward pass has not.
-        peak_in_flight_bytes: Maximum size in bytes of all activations held.
-        transfer_bytes: Size in bytes of all messages that actions received and sent.
+        peak_microbatches: Maximum number of microbatches in flight: their forward pass has run and
+            their backward pass has not.
+        peak_in_flight_bytes: Maximum total size of the activations held, in bytes.
+        transfer_bytes: Total size of all messages that actions received and sent, in bytes.
     """
 
     iterations: Ints
@@ -100,23 +100,23 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Robust total time of the actions: their number times the median, per kind and chunk."""
+        """Robust computing time in ns: number of actions times their median duration."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
 
 @dataclass(frozen=True, eq=False)
 class RunFigures(RankFigures):
-    """Holds the statistics of many ranks, in the arrays of :class:`RankFigures`.
+    """Holds the statistics of many ranks, in arrays like those of :class:`RankFigures`.
 
-    The first axes of every array except ``iterations`` are ``[iterations, ranks]``. An iteration
-    that a rank did not record has ``num_actions`` 0, and NaN or 0 in the other arrays.
+    The first axes of every array except ``iterations`` are ``[iterations, ranks]``. If a rank did
+    not record an iteration, its ``num_actions`` is 0, and other values are 0 or NaN.
 
     Attributes:
-        ranks: Global ranks along the second axis.
-        pp_rank: ``[ranks]``, position in the pipeline.
-        dp_rank: ``[ranks]``, position in the data-parallel group.
-        tp_rank: ``[ranks]``, position in the tensor-parallel group.
+        ranks: Global ranks, in the order of the second axis.
+        pp_rank: ``[ranks]``, pipeline rank.
+        dp_rank: ``[ranks]``, data-parallel rank.
+        tp_rank: ``[ranks]``, tensor-parallel rank.
     """
 
     ranks: Ints
@@ -126,7 +126,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """Indices along the second axis of the ranks of each pipeline, one array per pipeline."""
+        """One array per pipeline: indices of the pipeline's ranks along the ranks' axis."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -135,7 +135,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Two arrays ``[iterations, ranks]``: start and end of the step in the rank's pipeline."""
+        """Start and end of the step in the rank's pipeline: two arrays ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -150,17 +150,17 @@ class RunFigures(RankFigures):
 
     @property
     def step_start_ns(self) -> Ints:
-        """``[iterations, ranks]``, start of the first action on any rank of the same pipeline."""
+        """``[iterations, ranks]``, start of the first action in the rank's pipeline."""
         return self._step[0]
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, time from the first action's start to the last one's end."""
+        """``[iterations, ranks]``, step time in ns: first action's start to last action's end."""
         return self._step[1] - self._step[0]
 
     @property
     def bubble_fraction(self) -> Floats:
-        """``[iterations, ranks]``, idle fraction of the step, NaN if nothing was recorded."""
+        """``[iterations, ranks]``, idle fraction of the step; NaN if nothing was recorded."""
         step = np.where(self.num_actions > 0, self.step_ns, 0).astype(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
             fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
@@ -168,14 +168,13 @@ class RunFigures(RankFigures):
 
     @cached_property
     def parts_ms(self) -> Floats:
-        """``[iterations, ranks, parts]``, time of each part of a step, by :data:`PARTS`.
+        """``[iterations, ranks, parts]``, time in ms of each part of the step, see :data:`PARTS`.
 
-        The sum over the parts is the step's time, unless clocks disagree. NaN if nothing was
-        recorded.
+        The parts add up to the step's time, unless clocks disagree. NaN if nothing was recorded.
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The wait before the first action belongs to the part "before", so it is subtracted from
+        # The part "before" already includes the wait before the first action, so subtract it from
         # the waits.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
@@ -188,14 +187,14 @@ class RunFigures(RankFigures):
         return parts
 
     def heat(self, stages: Ints) -> tuple[Floats, Floats]:
-        """Computes for heat maps how much time ranks and stages compute, as a multiple of the mean.
+        """Computes each rank's and stage's computing time relative to the mean, for heat maps.
 
         Args:
-            stages: ``[pipeline ranks, chunks]``, index of the stage on each rank and chunk.
+            stages: ``[pipeline ranks, chunks]``, index of the stage in each chunk of a rank.
 
         Returns:
-            Two arrays, one of ranks ``[ranks, iterations]`` and one of stages ``[replicas,
-            stages]``. NaN if nothing was recorded.
+            Array ``[ranks, iterations]`` for ranks, and array ``[replicas, stages]`` for stages.
+            NaN if nothing was recorded.
         """
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # per chunk
         is_recorded = self.num_actions > 0
@@ -219,15 +218,15 @@ def run_figures(
     ranks: Iterable[int] | None = None,
     workers: int | None = None,
 ) -> RunFigures:
-    """Reads the spans of a run and computes its statistics.
+    """Reads the spans of a run and computes the statistics of its ranks.
 
     Args:
-        run: Run whose spans are read.
+        run: Trace of the run.
         iterations: Numbers of the iterations to include; ``None`` for all.
-        ranks: Global ranks to include; ``None`` for all. A step then ends with the last of them.
+        ranks: Global ranks to include; ``None`` for all. Step times then only cover these ranks.
         workers: Number of processes that read files. ``None`` for one per processor core, or only
-            this process if that is faster. The calling program must have an ``if __name__ ==
-            "__main__"`` guard, because worker processes import it again.
+            this process if that is faster. With several, the calling program needs an ``if __name__
+            == "__main__"`` guard, because each process imports it again.
 
     Raises:
         TraceError: A file is damaged, or no spans of these iterations and ranks exist.
@@ -243,10 +242,10 @@ def run_figures(
 
 
 def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) -> RunFigures:
-    """Combines the statistics of several ranks into arrays with an axis for ranks.
+    """Combines the statistics of several ranks into arrays with an axis for the ranks.
 
     Args:
-        parts: Statistics of each rank, at least one rank; all have the same number of chunks.
+        parts: Statistics of each rank; all ranks have the same number of chunks.
         headers: Trace header of each rank, in the order of ``parts``.
     """
     numbers = np.unique(np.concatenate([part.iterations for part in parts]))
@@ -298,8 +297,7 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
 def compute_ns(table: TraceTable) -> Ints:
     """Returns the duration of each span in ns, ``[spans] int64``.
 
-    From an action, the time of reading data and of sending in it is subtracted. Spans of other
-    kinds keep their duration.
+    For an action, the time in which it read data or sent messages is subtracted.
     """
     length: Ints = table.duration_ns.copy()
     for kind in ("data", "send"):
@@ -309,13 +307,13 @@ def compute_ns(table: TraceTable) -> Ints:
 
 
 def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
-    """Finds the spans of a kind that lie within an action (F, B or W) of the same rank.
+    """Finds the spans of a kind that are part of an action (F, B or W) of the same rank.
 
-    A send is only included if the action ends with it. If an action was timed on the GPU, a send
-    by the CPU may seem to lie in the middle of the action, but is not part of it.
+    A send is only part of an action that ends with it. If an action was timed on the GPU, a send by
+    the CPU may seem to be in the middle of the action, but is not part of it.
 
     Returns:
-        Row numbers of the spans in the table, and the row number of the action around each.
+        Row of each such span in the table, and the row of the action that contains it.
     """
     rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
@@ -334,7 +332,7 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the statistics of each rank in the order of ``traces``, read by several processes."""
+    """Yields the statistics of each rank in the order of ``traces``, read in several processes."""
     size = sum(
         block.size_bytes
         for trace in traces
@@ -363,16 +361,16 @@ def _sums(groups: Ints, values: Ints, count: int) -> Ints:
 
 
 def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
-    """Returns the total duration of the spans of each kind, ``[iterations, kinds]``."""
+    """Returns the total duration in ns of the spans of each kind, ``[iterations, kinds]``."""
     width = len(KINDS) + 1  # the last column sums kinds that this program does not know
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
 
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Reduces each group of consecutive values by ``function``, such as ``np.maximum``.
+    """Applies ``function`` (such as ``np.maximum``) to each group of consecutive values.
 
-    Group i has ``sizes[i]`` values from index ``begins[i]`` on; the result of an empty group is 0.
+    Group i has ``sizes[i]`` values from index ``begins[i]`` on. The result of an empty group is 0.
     """
     result = np.zeros(len(sizes), dtype=np.int64)
     if len(values):
@@ -381,17 +379,17 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 
 
 def _covered(actions: TraceTable) -> Ints:
-    """Returns the part of each action's time in ns that no earlier action overlaps.
+    """Returns for each action the time in ns during which no earlier action was still running.
 
-    The sum is therefore the time during which at least one action ran.
+    So the sum is the time during which at least one action ran.
     """
     if not len(actions):
         return actions.start_ns
     reach = np.maximum.accumulate(actions.end_ns)
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
-    # Iterations do not overlap. But if the clock was set back between two iterations, the second
-    # would seem to be covered by the first.
+    # Actions of two iterations do not overlap. But if the clock was set back between them, the
+    # second iteration would seem to be covered by the first.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered
@@ -420,11 +418,11 @@ def _waits(
 def _durations(
     actions: TraceTable, pure_ns: Ints, row: Ints, count: int, num_chunks: int
 ) -> dict[str, Any]:
-    """Computes ``count``, ``mean_ns``, ``std_ns``, ``median_ns`` and ``mad_ns`` by chunk and kind.
+    """Computes the statistics of the actions' durations, ``[iterations, chunks, 3]`` each.
 
     Args:
         actions: Spans of actions.
-        pure_ns: Duration of each action without reads and sends, for the medians.
+        pure_ns: Duration in ns of each action without data reads and sends, for the medians.
         row: Index of each action's iteration.
         count: Number of iterations.
         num_chunks: Number of model chunks.
@@ -449,10 +447,10 @@ def _durations(
 
 
 def medians(group: Ints, values: Floats, number: Ints) -> Floats:
-    """Returns the median of each group of values, NaN for an empty group.
+    """Returns the median of each group of values; NaN for an empty group.
 
     Args:
-        group: Index of the group of each value.
+        group: Index of each value's group.
         values: Values in any order.
         number: Number of values in each group.
     """
@@ -467,7 +465,7 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 
 
 def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns the maximum number of forward passes without their backward pass, per iteration."""
+    """Returns the maximum number of microbatches in flight (after F, before B) per iteration."""
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step)
     before = np.concatenate([[0], held])[begins]

@@ -1,11 +1,11 @@
-"""Reads the present state of a run, or its final state, from its files; ``job top`` displays it.
+"""Reads the current or final state of a run from its files; ``job top`` displays the state.
 
 The files are the traces with the spans of the latest iterations, each rank's status file with its
-present action (``status_files``), and the trainer's progress. Each of them may be missing. Clocks
-of several machines are compared by their time of day, which is exact enough for a display.
+current action (``status_files``), and the trainer's progress file. Any of them may be missing.
+Clocks of several machines are compared by their time of day, which is exact enough for a display.
 
-Nothing is read twice. Of a large trace file only the header and the end are read at first. The size
-in each marker is used to skip older spans, and only complete blocks of spans are read.
+Nothing is read twice. Of a large trace file, only the header and the end are read at first. Each
+marker contains a size by which older spans are skipped. Only complete blocks of spans are read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes at the end of a large file to read first; more if an iteration needs more."""
+"""Number of bytes to read first at the end of a large file; more if no iteration begins there."""
 
 LOOKED_AT = 8
-"""Number of latest iterations whose median is displayed."""
+"""Number of latest iterations whose medians are displayed."""
 
 SILENT_S = 5.0
 """Seconds without a status report after which a rank is shown as silent.
@@ -51,27 +51,27 @@ Ranks write a report twice a second.
 """
 
 LONG_S = 60.0
-"""Like ``SILENT_S``, for a rank without status reports, which only writes spans once per step."""
+"""Limit like ``SILENT_S`` for a rank without status reports, which writes only once per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRank:
-    """Describes the present state of a rank.
+    """Describes the current state of a rank.
 
     Attributes:
         rank: Global rank.
-        header: Header of the rank's trace, ``None`` if the rank has no trace yet.
-        now: Last status report of the rank, ``None`` if there is none.
-        age_s: Seconds since the rank last wrote to a file, ``None`` if it never did.
+        header: Header of the rank's trace; ``None`` if the rank has no trace yet.
+        now: Last status report of the rank; ``None`` if there is none.
+        age_s: Seconds since the rank last wrote to its files; ``None`` if it never did.
         is_gone: Whether the rank's process has ended.
-        iteration: Latest iteration in the rank's trace, 0 for none.
-        held_bytes: Maximum size in bytes of the activations held in that iteration.
-        busy: Fraction of the step during which the rank computes, ``None`` if unknown.
-        waits: Fraction of the step during which the rank waits, by cause.
-        compute_ms: Total time of the rank's actions per iteration, ``None`` if unknown.
-        slow: Ratio of the rank's computing time to the expected time, according to the latest
-            diagnosis; ``None`` if the rank is not slow.
-        problem: Reason why the trace file cannot be read, empty if it can.
+        iteration: Number of the latest iteration in the rank's trace, 0 for none.
+        held_bytes: Maximum total size of the activations held in that iteration, in bytes.
+        busy: Fraction of the step time in which the rank computes; ``None`` if unknown.
+        waits: Fraction of the step time in which the rank waits, by cause.
+        compute_ms: Total time of the rank's actions per iteration in ms; ``None`` if unknown.
+        slow: Ratio of the rank's computing time to the expected time, if the latest diagnosis found
+            the rank slow; else ``None``.
+        problem: Reason why the trace file cannot be read; empty if it can.
     """
 
     rank: int
@@ -89,28 +89,28 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the rank closed its trace normally."""
+        """Whether the rank has closed its trace, so that it ended normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Describes the state of a run at one moment.
+    """Describes the state of a whole run at one moment.
 
     Attributes:
-        folder: Path of the folder of the run's traces, which need not exist.
-        ranks: State of every rank of the run, even without a trace; empty if no file exists yet.
+        folder: Folder of the run's traces; it may not exist yet.
+        ranks: State of each rank of the run, with or without a trace; empty if no file exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: Explanation of the state, such as the silent ranks; may be empty.
-        age_s: Seconds since any rank last wrote to a file, ``None`` if none did.
-        iteration: Latest iteration in any file, 0 for none.
+        detail: Reason for the state, such as the silent ranks; may be empty.
+        age_s: Seconds since any rank last wrote to its files; ``None`` if none did.
+        iteration: Number of the latest iteration in any file, 0 for none.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
-        step_ms: Median time of an iteration as the trainer reports it. Without such reports, the
-            time from the pipeline's first to its last action; ``None`` if unknown.
-        progress: Lines of the trainer's progress file, a record per iteration, ascending.
-        bubble: Idle fraction of the step, mean over the ranks; ``None`` if unknown.
-        findings: Causes of slow steps that the latest diagnosis found, each with ``headline``,
-            ``gain`` (fraction of the step to be saved) and ``do`` (a remedy).
+        step_ms: Median time of an iteration in ms, as the trainer reports it. Without reports, the
+            time from the first to the last action of a pipeline; ``None`` if unknown.
+        progress: Records of the trainer's progress file, one per iteration, ascending.
+        bubble: Idle fraction of the step, as the mean over ranks; ``None`` if unknown.
+        findings: Causes of slow steps from the latest diagnosis, each with ``headline``, ``gain``
+            (fraction of the step time that a remedy saves) and ``do`` (the remedy).
     """
 
     folder: Path
@@ -127,26 +127,26 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of any rank, for fields that are equal on all ranks; ``None`` without traces."""
+        """Trace header of any rank, for fields equal on all ranks; ``None`` without traces."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
     def is_begun(self) -> bool:
-        """Whether the run has written anything yet."""
+        """Whether the run has written any file yet."""
         return bool(self.ranks or self.progress or self.total_iterations)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether some rank shares its GPU, so that its times include those of other ranks."""
+        """Whether any rank shares its GPU, so that its times include those of other ranks."""
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns a value of the trainer's latest progress record, ``None`` if it has none."""
+        """Returns a value from the trainer's latest progress record; ``None`` if it is missing."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates the seconds until training ends from the speed of the latest iterations."""
+        """Estimates the seconds until training ends, from the pace of the latest iterations."""
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None
@@ -162,14 +162,14 @@ _LIVE = (
     f"{TRACES}/trace_rank_*.jsonl",
     f"{TRACES}/{PROGRESS_NAME}",
 )
-"""Patterns of the files in a run's folder that show what the run does."""
+"""Patterns of the files in a run's folder from which the state of a run is read."""
 
 
 def find_live(folder: Path | None) -> Path:
-    """Returns the folder of a run; its traces need not exist yet.
+    """Returns the folder of a run, which need not contain traces yet.
 
     Args:
-        folder: Path of the run's folder or of its traces; ``None`` for the newest run.
+        folder: Path of the run's folder or of its folder of traces; ``None`` for the newest run.
 
     Raises:
         TraceError: The folder does not exist.
@@ -186,10 +186,10 @@ def find_live(folder: Path | None) -> Path:
 
 
 class LiveRun:
-    """Reads the files of a run again and again while the run writes them.
+    """Reads the files of a run repeatedly while the run writes them.
 
     Args:
-        folder: Path of the run's folder or of its traces.
+        folder: Path of the run's folder or of its folder of traces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -198,7 +198,7 @@ class LiveRun:
         self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
-        """Reads new data from all files and returns the state of the run."""
+        """Reads what was added to the files, and returns the state of the run."""
         folder = self._folder / TRACES
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
@@ -248,16 +248,16 @@ class LiveRun:
 
 
 class RankTail:
-    """Reads what is new in one rank's trace file each time :meth:`refresh` is called.
+    """Reads what was added to one rank's trace file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the trace file.
         kept: Number of latest iterations to keep in memory.
 
     Attributes:
-        figures: Statistics of the latest iterations that have actions, ``None`` without any.
-        written_s: Time of the file's last change, in seconds since 1970.
-        problem: Reason why the file cannot be read, empty if it can.
+        figures: Statistics of the latest iterations with actions; ``None`` if there are none.
+        written_s: Time of the last write to the file, in seconds since 1970.
+        problem: Reason why the file cannot be read; empty if it can.
     """
 
     def __init__(self, path: Path, kept: int) -> None:
@@ -275,11 +275,11 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of the trace file, ``None`` until it was read."""
+        """Header of the trace file; ``None`` until it has been read."""
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads what the rank has added to the file; returns whether it has added anything."""
+        """Reads what the rank has added to the file, and returns whether there was anything."""
         try:
             status = self.path.stat()
         except OSError:
@@ -303,7 +303,7 @@ class RankTail:
         return True
 
     def _skip(self) -> None:
-        """Reads the header of a large file, then continues at a marker in the file's last part."""
+        """Reads a large file's header, then skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             tail_bytes = TAIL_BYTES
@@ -335,7 +335,7 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """Returns statistics of some iterations, chosen by index or mask."""
+    """Returns the statistics of some iterations, chosen by indices or by a mask."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
@@ -343,9 +343,9 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
     """Computes from the traces how each rank spends its time in the latest steps.
 
     Returns:
-        For each rank, the fractions of a step in which it computes (``busy``) and waits
-        (``waits``), as medians over the latest iterations that all ranks of the pipeline finished.
-        Then the durations of these steps in ms.
+        For each rank, the fractions of the step time in which it computes (``busy``) and waits
+        (``waits``), as medians over the latest iterations that all ranks of its pipeline finished.
+        Then the times of these steps in ms.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []

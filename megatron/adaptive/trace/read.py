@@ -1,9 +1,9 @@
 """Reads the trace files of a run.
 
-A folder contains one file per rank. Reading a folder finds the positions of the spans in its files
-(``block_index``) and puts all ranks on one clock (``clock``). The spans themselves are read only on
-request, as a table per rank, of all iterations or some. If an iteration was run twice, the second
-run is used. Every irregularity except a line cut off at the end of a file is an error.
+A folder contains one file per rank. When a folder is read, the positions of the spans in its files
+are found (``block_index``), and all ranks are put on one clock (``clock``). The spans themselves
+are read only on request, as a table per rank, for all or some iterations. If an iteration was run
+twice, the second run is used. Any damage is an error, except a line cut off at the end of a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Number of iterations, evenly spaced over the run, whose messages are used to correct clocks."""
+"""Number of iterations, evenly spaced over the run, whose messages serve to correct the clocks."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -42,11 +42,11 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Gives access to the trace of one rank; spans are read from the file on request.
+    """Gives access to the trace of one rank; reads spans from its file on request.
 
     Attributes:
-        index: Positions of the spans in the rank's trace file, and its header.
-        fit: Conversion of the rank's clock into the run's common time.
+        index: Header of the rank's trace file, and positions of the spans in it.
+        fit: Function that converts times of the rank's clock into the run's common time.
     """
 
     index: FileIndex
@@ -58,12 +58,12 @@ class RankTrace:
     ) -> RankTrace:
         """Makes a trace from spans that were read from a file of another format.
 
-        The format is assumed not to contain host and process id: both are left empty.
+        Host and process id are left empty, because other formats do not contain them.
 
         Args:
             path: Path of the file that was read.
-            tables: Spans of each iteration.
-            truncated_lines: Number of lines missing in the file.
+            tables: Spans by iteration.
+            truncated_lines: Number of lines that were cut off in the file.
             header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
@@ -78,34 +78,34 @@ class RankTrace:
 
     @property
     def header(self) -> TraceHeader:
-        """Header of the trace file: rank, sizes of the pipeline, schedule, clock."""
+        """Header of the trace file: rank, pipeline size, schedule, clock and so on."""
         assert self.index.header is not None
         return self.index.header
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Numbers of the recorded iterations, ascending."""
+        """Numbers of the recorded iterations, in ascending order."""
         return tuple(sorted(self._blocks))
 
     @cached_property
     def num_microbatches(self) -> Mapping[int, int]:
-        """Number of microbatches of each iteration."""
+        """Number of microbatches in each iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of an iteration's microbatches; empty if all are equal."""
+        """Returns the sizes of an iteration's microbatches; empty if all are the same."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers by iteration, of those in which the load of the rank's experts was recorded."""
+        """Markers by iteration, of the iterations with a recorded load of the rank's experts."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Approximate number of spans in each iteration, from the markers; at least 1 each."""
+        """Approximate number of spans in each iteration (at least 1), according to the markers."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -113,17 +113,17 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of an iteration as objects; empty if it was not recorded."""
+        """Returns the spans of an iteration as objects; empty if the iteration was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """Returns the spans of some iterations; iterations that were not recorded are left out.
+        """Returns the spans of some iterations, without those that were not recorded.
 
         Args:
-            iterations: Numbers of iterations, ``None`` for all.
+            iterations: Numbers of the iterations; ``None`` for all.
 
         Raises:
-            TraceError: A line is damaged, or the file is gone.
+            TraceError: A line is damaged, or the file no longer exists.
         """
         chosen = self._blocks if iterations is None else set(iterations)
         blocks = sorted(
@@ -143,7 +143,7 @@ class RankTrace:
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
 
-        Such an iteration has an earlier start than the iteration above it in the file.
+        Such an iteration starts earlier than the one before it in the file.
         """
         markers = [block.marker for block in self.index.blocks]
         return tuple(
@@ -154,7 +154,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans of each iteration, from its last run if the iteration was run twice."""
+        """Blocks of spans by iteration. If an iteration was run twice, those of its last run."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -166,7 +166,7 @@ class RankTrace:
 
 @dataclass(frozen=True, eq=False)
 class RunTrace:
-    """Holds the traces of all ranks of a run, on one clock.
+    """Holds the traces of all ranks of a run, with times on one clock.
 
     Attributes:
         origin: Path of the folder or file that was read.
@@ -175,8 +175,8 @@ class RunTrace:
         num_ranks: Number of pipeline ranks.
         num_chunks: Number of model chunks per rank.
         ranks: Trace of each global rank.
-        alignment: Clocks of the run and their offsets.
-        caveats: Sentences about information that the file format lacks, for imported traces.
+        alignment: Clocks of the run and their offsets to the common time.
+        caveats: Notes for the user about an imported trace, such as information that it lacks.
     """
 
     origin: Path
@@ -190,28 +190,28 @@ class RunTrace:
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Global ranks that have no file."""
+        """Global ranks without a trace file."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
     @cached_property
     def truncated_lines(self) -> int:
-        """Number of lines cut off at the ends of files, over all ranks."""
+        """Total number of lines that were cut off at the ends of the ranks' files."""
         return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
-        """Numbers of the iterations that any rank recorded, ascending."""
+        """Numbers of the iterations that at least one rank recorded, in ascending order."""
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """Returns the trace of each rank of one pipeline; ``None`` for a rank without a file.
+        """Returns the traces of one pipeline's ranks; ``None`` for a rank without a file.
 
         Args:
             dp_rank: Data-parallel rank of the pipeline.
             tp_rank: Tensor-parallel rank of the pipeline.
 
         Raises:
-            TraceError: No rank with these two positions has a trace.
+            TraceError: No rank in this pipeline has a trace.
         """
         by_pp_rank: dict[int, RankTrace] = {}
         for trace in self.ranks.values():
@@ -226,19 +226,19 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations whose forward and backward passes are all in the trace.
+        """Returns the iterations of which all forward and backward passes were recorded.
 
         Ranks without a trace file are ignored.
 
         Args:
-            dp_rank: Data-parallel replica whose ranks are checked; ``None`` for all replicas.
+            dp_rank: Data-parallel replica whose ranks are checked; ``None`` to check all replicas.
         """
         ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
         present = [trace for trace in ranks if trace is not None]
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
 
     def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
-        """Returns the approximate number of spans in some iterations of some ranks.
+        """Returns the approximate number of spans of some ranks in some iterations.
 
         Args:
             iterations: Numbers of the iterations.
@@ -248,10 +248,10 @@ class RunTrace:
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Raises an error if no rank recorded an iteration.
+        """Raises an error if no rank recorded the given iteration.
 
         Raises:
-            TraceError: The iteration does not exist; the message lists those that do.
+            TraceError: The iteration was not recorded; the message lists those that were.
         """
         if iteration not in self.iterations:
             raise TraceError(
@@ -261,21 +261,21 @@ class RunTrace:
 
     @property
     def gpu_ranks(self) -> int:
-        """Maximum number of ranks on one GPU, 1 if no GPU is shared."""
+        """Maximum number of ranks that share a GPU; 1 if no GPU is shared."""
         return max((trace.header.gpu_ranks for trace in self.ranks.values()), default=1)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether some rank shares its GPU, so that its times include those of other ranks."""
+        """Whether any rank shares its GPU, so that its times include those of other ranks."""
         return self.gpu_ranks > 1
 
     @property
     def bubble_note(self) -> str:
-        """Remark to print after a bubble or busy time, empty if no GPU is shared."""
+        """Remark to print after a bubble or busy time; empty if no GPU is shared."""
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
-        """Returns a line for each doubt about the trace: missing ranks, lost lines, clocks."""
+        """Returns a line for each caveat about the trace: missing ranks, lost lines, clocks."""
         lines = [*self.caveats]
         if self.shares_gpus:
             lines.append(shared_gpu_note(self.gpu_ranks))
@@ -302,7 +302,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Returns the trace files directly in a folder, by rank; empty if the folder has none."""
+    """Maps each rank to its trace file in a folder (not in subfolders); empty if there are none."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -310,14 +310,14 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Reads the trace files of a run, except their spans, which are read later on request.
+    """Reads the trace files of a run, except the spans, which are read on request later.
 
     Args:
         folder: Path of the folder with the trace files of one run.
 
     Raises:
-        TraceError: The folder is missing or contains no trace, a file is damaged or of another
-            version, or the files belong to several runs or to pipelines of different sizes.
+        TraceError: The folder is missing or contains no trace; a file is damaged or has another
+            format version; or the files belong to several runs or to pipelines of different sizes.
     """
     folder = Path(folder)
     files = trace_files(folder)
@@ -349,7 +349,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Formats numbers as ranges, ``1-20, 30``; shortens long lists; ``none`` for no numbers."""
+    """Formats numbers as ranges (``1-20, 30``) and shortens long lists; ``none`` if empty."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -400,7 +400,7 @@ def _on_one_clock(
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Returns each rank's spans in a few iterations that all ranks recorded, evenly spaced."""
+    """Returns each rank's spans in a few evenly spaced iterations that all ranks recorded."""
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[index] for index in indices.tolist()] if common else []
@@ -410,7 +410,7 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """Converts the times of spans to the run's common clock.
 
-    A span during which the clock was set back gets the duration 0 instead of a negative one.
+    A span during which the rank's clock was set back gets the duration 0 instead of a negative one.
     """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))

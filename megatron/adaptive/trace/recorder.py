@@ -1,17 +1,17 @@
-"""Records the spans of a rank at low cost and writes them from a thread.
+"""Records the spans of a rank at low cost, and writes them in a thread.
 
 During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
-whole list goes through a bounded queue to a writer thread. The thread formats the spans and appends
-them to the rank's file with one write. While the disk accepts no data, iterations are dropped and a
-warning is printed. Once it does again, a record in the file lists the missing iterations::
+whole list is passed to a writer thread through a bounded queue. The thread formats the spans and
+appends them to the rank's file with a single write. While the disk accepts no data, iterations are
+dropped and a warning is printed. Afterwards, a record in the file lists the missing iterations::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
-The thread also updates the rank's status file ``now_rank_*.json`` (``status_files``) if it gets a
-function that reads the rank's state. If the run is killed, its file still ends with a complete
-line, and at most the iterations in the queue are missing. This module does not import torch and
-never reads a GPU's clock: the caller passes all times.
+If the thread gets a function that reads the rank's state, it also updates the rank's status file
+``now_rank_*.json`` (``status_files``). If the run is killed, its trace file still ends with a
+complete line, and only the iterations in the queue are missing. This module does not import torch
+and never reads a GPU's clock: the caller passes all times.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ WRITER_PATIENCE_S = 10.0
 
 
 _Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
-"""Marker of an iteration and its spans, in the queue of the writer thread."""
+"""Marker of an iteration and the iteration's spans; an entry in the writer thread's queue."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
     """Appends the spans of one rank to its trace file.
 
-    For each iteration call :meth:`begin_iteration`, any number of times :meth:`extend`, then
+    For each iteration call :meth:`begin_iteration`, then :meth:`extend` any number of times, then
     :meth:`end_iteration`. Call :meth:`close` at the end, or use the recorder in a ``with``
     statement. It is also closed when the interpreter exits.
 
@@ -64,15 +64,15 @@ class Recorder(AbstractContextManager["Recorder"]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: TraceHeader) -> None:
-        """Opens the rank's file in a folder, which is created if it does not exist.
+        """Opens the rank's trace file in a folder, which is created if it does not exist.
 
         Args:
-            folder: Path of the folder for the trace files, which no other run may use.
-            header: Description of the rank, written as the first line of the file.
+            folder: Path of the folder for the trace files; no other run may use it.
+            header: Description of the rank, which becomes the first line of the file.
 
         Raises:
-            TraceError: The folder already has a trace of this rank. Or the file cannot be written,
-                and not because of a full or failing disk.
+            TraceError: The folder already has a trace of this rank, or the file cannot be written
+                for another reason than a full or failing disk.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
@@ -103,12 +103,12 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def path(self) -> Path:
-        """Path of the file that the recorder appends to."""
+        """Path of the rank's trace file."""
         return self._path
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration has begun and not ended, so that spans are recorded."""
+        """Whether an iteration has begun and has not ended; only then are spans recorded."""
         return self._rows is not None
 
     def begin_iteration(
@@ -124,8 +124,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         Args:
             iteration: Number of the iteration, as in the training log.
             num_microbatches: Number of microbatches in the iteration.
-            start_ns: Start of the iteration, on the same clock as the spans; ``None`` for now.
-            lengths: Sizes of the microbatches, empty if all are equal.
+            start_ns: Start of the iteration in ns on the spans' clock; ``None`` for now.
+            lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all are equal.
         """
         self.end_iteration()
         if self._open:
@@ -134,16 +134,16 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds spans to the present iteration, or drops them if none is begun. Never blocks."""
+        """Adds spans to the current iteration; drops them if there is none. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Adds to the iteration the number of tokens that each of the rank's experts got.
+        """Adds the number of tokens that each of the rank's experts got in this iteration.
 
         Args:
-            exchange_ns: Time that actions waited in exchanges (all-to-all) of tokens.
-            tokens: A row per MoE layer: layer number, first expert, then tokens of each expert.
+            exchange_ns: Time in ns that actions waited for all-to-all exchanges of tokens.
+            tokens: A row per MoE layer: its index, the first expert's index, tokens per expert.
         """
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
@@ -152,8 +152,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s and only once. After that, iterations
-        are dropped until the queue has free space.
+        Blocks only if the queue is full, for at most 10 s. If that wait is in vain, iterations are
+        dropped at once until the queue has free space.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -161,7 +161,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._hand_over((begun, rows))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[SpanRow]) -> None:
-        """Adds spans to an iteration that has ended, or drops them if the queue is full.
+        """Adds spans to an iteration that has already ended; drops them if the queue is full.
 
         Args:
             iteration: Number of the iteration that has ended.
@@ -173,31 +173,31 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Queues clock samples to be written to the file, or drops them if the queue is full."""
+        """Puts clock samples into the queue of the writer thread; drops them if it is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
     def watch(self, read_state: ReadState) -> None:
-        """Updates the rank's status file ``now_rank_*.json`` twice a second until :meth:`close`.
+        """Starts to update the status file ``now_rank_*.json`` twice a second, until :meth:`close`.
 
         Args:
             read_state: Function that returns fields of
-                :class:`~megatron.adaptive.trace.status_files.Now`. The writer thread calls it
-                while the rank computes, so the function must not change any state.
+                :class:`~megatron.adaptive.trace.status_files.Now`. It must not change any state,
+                because the writer thread calls it while the rank computes.
         """
         self._read_state = read_state
         if self._open:
             self._offer(ClockSamples(0, ()))  # an empty record, only to wake the writer thread
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file; later calls do nothing."""
+        """Writes all remaining spans and closes the file. Idempotent."""
         if not self._open:
             return
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The wait is limited, because the thread may hang in a write to a disk. It is a daemon
-        # thread, so it does not keep the process from ending.
+        # The wait is limited, because the thread may hang while it writes to a disk. It is a daemon
+        # thread, so the process can end nevertheless.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
 
@@ -212,7 +212,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             return  # dropped: only end_iteration() may wait for the queue
 
     def _hand_over(self, batch: _Batch | None) -> bool:
-        """Puts a batch into the queue, waiting at most 10 s; returns False if it was dropped."""
+        """Puts a batch into the queue within 10 s, and returns whether this succeeded."""
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
@@ -222,7 +222,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return True
 
     def _write_batches(self) -> None:
-        """Writes batches from the queue until ``None`` arrives; runs in the writer thread."""
+        """Writes batches from the queue until it gets ``None``; runs in the writer thread."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:
@@ -238,8 +238,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _append(self, batch: _Batch | ClockSamples) -> None:
         """Appends a batch to the file.
 
-        If earlier iterations could not be written, a record that lists them comes first. If this
-        batch cannot be written either, it is added to that record.
+        If earlier iterations could not be written, a record that lists them is written first. If
+        this batch cannot be written, its iteration is added to that record.
         """
         if isinstance(batch, ClockSamples):
             text, iteration = samples_line(batch) if batch.samples else "", None

@@ -1,10 +1,10 @@
-"""Holds the spans of a rank as columns, from which statistics and large views are computed.
+"""Holds the spans of a rank as columns, for statistics and for views of many spans.
 
-A table stores millions of spans in one numpy array per column, without an object per span.
-:meth:`TraceTable.spans` makes objects of a few spans, for a chart.
+A table stores millions of spans in one numpy array per column, without an object per span. For a
+chart of few spans, :meth:`TraceTable.spans` makes objects.
 
 Sender and receiver identify a message by the iteration, the two ranks, and the receiver's action
-that needs the message as input. With these :func:`match_messages` finds the receive of each send.
+that needs the message as input. By these, :func:`match_messages` finds the receive of each send.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Ints: TypeAlias = npt.NDArray[Any]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 KIND = {word: number for number, word in enumerate(KINDS)}
-"""Number of each kind of span in the columns ``kind`` and ``of``."""
+"""Maps each kind of span to its number in the columns ``kind`` and ``of``."""
 
 REASON = {word: number for number, word in enumerate(REASONS)}
-"""Number of each reason in the column ``reason``."""
+"""Maps each reason to its number in the column ``reason``."""
 
 OTHER = len(KINDS)
-"""Number that stands for every kind that only newer versions of this program know."""
+"""Number that stands for any kind of span that only newer versions of this program know."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
-"""Columns in which an action and the wait before it are equal."""
+"""Columns that have the same values for an action and for the wait before the action."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -56,11 +56,11 @@ class TraceTable:
 
     The columns are ``iteration`` (``int64``) and the fields of
     :class:`~megatron.adaptive.trace.trace_format.SpanRow` (integer types in ``_WIDTHS``). Times are
-    on the run's common clock, and ``end_ns`` is never before ``start_ns``. ``kind`` and ``of`` are
-    numbers of :data:`KIND`, ``reason`` is a number of :data:`REASON`.
+    on the run's common clock, and ``end_ns`` is never before ``start_ns``. Values of ``kind`` and
+    ``of`` are numbers from :data:`KIND`, those of ``reason`` are numbers from :data:`REASON`.
 
-    Spans of one iteration are contiguous, except those recorded late. Within an iteration, spans
-    have the order in which they were written, and actions the order in which they ran.
+    Spans of an iteration are consecutive, except those recorded late. Within an iteration, spans
+    are in the order in which they were written, and actions are in the order in which they ran.
     """
 
     iteration: Ints
@@ -79,7 +79,7 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """Makes a table from the rows of a trace file.
+        """Makes a table from the rows of numbers in a trace file.
 
         Args:
             iteration: ``[spans]``, number of each span's iteration.
@@ -95,12 +95,12 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Makes a table from some columns; the names are those of ``trace_format.COLUMNS``.
+        """Makes a table from some of its columns, which are named as in ``trace_format.COLUMNS``.
 
         Args:
             iteration: ``[spans]``, number of each span's iteration.
-            columns: Arrays ``[spans]`` by name of the column, or one number for all spans. Columns
-                that are not given get -1 or 0, which stands for "none".
+            columns: Array ``[spans]``, or one number for all spans, by name of the column. Other
+                columns get -1 or 0, which stands for "none".
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -110,7 +110,7 @@ class TraceTable:
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """Joins several tables: the rows of the first, then those of the second, and so on."""
+        """Joins tables: the rows of the first, then those of the second, and so on."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -125,17 +125,17 @@ class TraceTable:
 
     @property
     def duration_ns(self) -> Ints:
-        """``[spans] int64``, duration of each span in ns."""
+        """``[spans] int64``, duration of each span in nanoseconds."""
         return self.end_ns - self.start_ns
 
     def where(self, *kinds: str) -> Mask:
-        """Returns a mask ``[spans] bool`` that is true for spans of the given kinds."""
+        """Returns a mask ``[spans] bool`` that is true for the spans of the given kinds."""
         is_chosen = np.zeros(len(_NAMES), dtype=np.bool_)
         is_chosen[[KIND[kind] for kind in kinds]] = True
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table of some rows, chosen by a mask, by row numbers or by a slice."""
+        """Returns a table of some rows, chosen by a mask, by indices or by a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
@@ -143,7 +143,7 @@ class TraceTable:
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects. An action's ``wait_ns`` is the wait before the action."""
+        """Returns the rows as objects. ``wait_ns`` of an action is the wait before the action."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -154,7 +154,7 @@ class TraceTable:
 
 
 def wait_before(table: TraceTable) -> Ints:
-    """Returns how long in ns the rank waited before each action; 0 for spans of other kinds."""
+    """Returns the time in ns that the rank waited before each action; 0 for other spans."""
     waited = np.zeros(len(table), dtype=np.int64)
     waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
     matches = find_rows(
@@ -168,9 +168,9 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Encodes each row as one number, ``[rows] int64``.
+    """Encodes each row as a number, ``[rows] int64``.
 
-    Numbers are equal if the rows are equal, and sort in the same order as the rows.
+    Two numbers are equal if the rows are equal, and the numbers sort in the same order as the rows.
     """
     keys = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
@@ -185,19 +185,19 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
 
 
 def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
-    """Finds for each row of one table the equal row of another.
+    """Finds, for each row of one table, the equal row of another table.
 
     Args:
         haystack: Columns ``[rows]`` of the table to search.
-        needles: The same columns, ``[needles]``, of the rows to find.
+        needles: The same columns ``[needles]`` of the rows to find.
 
     Returns:
-        ``[needles] int64``, the index of the first equal row of ``haystack``, -1 for none.
+        ``[needles] int64``, index of the first equal row in ``haystack``; -1 for none.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # Keys are never negative. The extra key -1 is where searchsorted points to beyond the end.
+    # A key beyond the largest one gets the position of the extra key -1, which equals no key.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
@@ -206,7 +206,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
 
 
 def nth_of_equal(keys: Sequence[Ints]) -> Ints:
-    """Numbers the rows from 0 within each group of consecutive rows with equal keys."""
+    """Numbers rows from 0 within each group of consecutive rows that have equal keys."""
     new = np.zeros(len(keys[0]), dtype=np.bool_)
     for key in keys:
         new |= np.diff(key, prepend=key[:1] - 1) != 0
@@ -216,25 +216,25 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")
-"""Columns in which the send and the receive of a message are equal."""
+"""Columns that have the same values for the send and the receive of a message."""
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose send and receive are both in the trace; each column is ``[messages]``.
+    """Holds messages whose send and receive were both recorded; each column is ``[messages]``.
 
     Attributes:
         iteration: Number of the iteration, ``int64``.
         source: Global rank of the sender.
         target: Global rank of the receiver.
-        of: Kind of the receiver's action that needs the message, a number of :data:`KIND`.
-        chunk: Model chunk of that action, on the receiver.
+        of: Kind of action for which the receiver needs the message, as a number from :data:`KIND`.
+        chunk: Model chunk of that action on the receiver.
         microbatch: Microbatch of that action.
-        sent_ns: Start of the send.
-        arrived_ns: Arrival; if not ``seen``, the time at which the receiver noticed the message.
-        taken_ns: Start of the action that needs the message.
+        sent_ns: Start of the send in nanoseconds.
+        arrived_ns: Arrival in nanoseconds; if not ``seen``, the receiver noticed the message then.
+        taken_ns: Start in nanoseconds of the action that needs the message.
         bytes: Size of the message in bytes.
-        seen: ``bool``, whether the time of the arrival is exact.
+        seen: Whether the arrival's time is exact, ``bool``.
     """
 
     iteration: Ints
@@ -255,13 +255,13 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Finds the receive of each send among some ranks.
+    """Finds the receive of each send between the given ranks.
 
     Args:
-        tables: Spans of each global rank. Messages to or from ranks not in ``tables`` are left out.
+        tables: Spans by global rank. Messages from or to other ranks are left out.
 
     Returns:
-        The messages, ordered by receiver, then in the order of the receiver's file.
+        Messages, ordered by receiver and then as in the receiver's file.
     """
     ranks = sorted(tables)
     sides, owners = [], []

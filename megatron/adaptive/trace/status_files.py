@@ -1,19 +1,19 @@
-"""Reads and writes each rank's report of its present action, and reads the progress of a run.
+"""Reads and writes each rank's report of its current action, and reads a run's progress file.
 
-The spans of an iteration reach the trace file only when the iteration ends. To show what happens in
-a long iteration, or in one that hangs, the recorder's thread also writes a status file, such as
-``now_rank_00000.json``. It is one line of JSON, usually of a fixed length, which a single write
-replaces::
+An iteration's spans reach the trace file only when the iteration ends. To show what happens in a
+long iteration, or in one that hangs, the recorder's thread also writes a status file, such as
+``now_rank_00000.json``. The file contains one line of JSON, usually of a fixed length, which a
+single write replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
-If the rank is killed, the file stays, and its age shows that the rank no longer writes.
+If the rank is killed, its status file stays, and the file's age shows that the rank has stopped.
 
 ``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
 One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and managers
-read it. No line is read twice. A line that is still being written is read next time. A line
-that a full disk cut short is skipped.
+read it. No line is read twice. A line that is still being written is read later. A line that a full
+disk cut short is skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 from megatron.adaptive.config.input_files import open_file, parse_json, read_whole, say
 
 PERIOD_S = 0.5
-"""Interval in seconds at which a rank writes its present action to its status file."""
+"""Interval in seconds at which a rank writes its current action to its status file."""
 
 ENDED = "ended"
-"""Value of ``doing`` in the last report of a rank, written when its trace is closed."""
+"""Value of ``doing`` in a rank's last report, written when the rank closes its trace."""
 
 _LINE_BYTES = 512
 _LONGEST_NOW_BYTES = 1 << 20
@@ -44,26 +44,26 @@ ReadState = Callable[[], Mapping[str, Any]]
 
 
 def now_file_name(rank: int) -> str:
-    """Returns the name of a global rank's status file, which is in the folder of the traces."""
+    """Returns the name of a global rank's status file in the folder of traces."""
     return f"now_rank_{rank:05d}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """Describes a rank's present action, as its status file contains it.
+    """Describes a rank's current action: the contents of its status file.
 
     Attributes:
         unix_ns: Time of the report in nanoseconds since 1970, by the clock of the rank's machine.
-        iteration: Number of the present iteration, 0 before the first.
-        num_microbatches: Number of microbatches in the present iteration.
-        doing: Present action: a kind of span, :data:`ENDED`, or empty between actions.
-        chunk: Model chunk of the action, -1 for none.
-        microbatch: Microbatch of the action, -1 for none.
-        cause: Cause of a wait, empty if unknown.
-        since_s: Seconds since the action began, exact to about :data:`PERIOD_S`.
+        iteration: Number of the current iteration, 0 before the first.
+        num_microbatches: Number of microbatches in the current iteration.
+        doing: Current activity: a kind of span, :data:`ENDED`, or empty between actions.
+        chunk: Model chunk of the current action, -1 for none.
+        microbatch: Microbatch of the current action, -1 for none.
+        cause: Cause of the current wait, empty if unknown.
+        since_s: Seconds since the activity began, exact to about :data:`PERIOD_S`.
         done: Number of finished forward passes, backward passes and separate weight-gradient passes
-            in the present iteration, over all chunks.
-        held_bytes: Size in bytes of all activations held.
+            in the current iteration, over all chunks.
+        held_bytes: Total size of the activations held, in bytes.
     """
 
     unix_ns: int
@@ -80,16 +80,16 @@ class Now:
     def age_s(self) -> float:
         """Returns the time since the report in seconds.
 
-        The result is 0 if the clock of the rank's machine is ahead.
+        The result is 0 if the clock of the rank's machine is ahead of this machine's.
         """
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
 
 class NowFile:
-    """Writes the status file of one rank; the first write creates the file.
+    """Writes the status file of one rank, and creates it at the first write.
 
     Args:
-        folder: Path of the folder of the traces.
+        folder: Path of the folder of traces.
         rank: Global rank that the file describes.
     """
 
@@ -101,15 +101,15 @@ class NowFile:
         self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Writes the rank's present action if half a second has passed since the last write.
+        """Writes the rank's current action if half a second has passed since the last report.
 
-        If ``read_state`` fails twice in a row, a warning is printed, once.
+        If ``read_state`` fails twice in a row, a warning is printed, but only the first time.
 
         Args:
             read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
 
         Returns:
-            Seconds until the next report is due, ``None`` if no report will be.
+            Seconds until the next report is due; ``None`` if nothing is to be written.
         """
         if read_state is None:
             return None
@@ -130,7 +130,7 @@ class NowFile:
         return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Writes the rank's present action to the status file.
+        """Writes the rank's current action to the status file.
 
         Args:
             fields: Any fields of :class:`Now` except ``unix_ns`` and ``since_s``.
@@ -151,7 +151,7 @@ class NowFile:
         os.ftruncate(self._file, len(line))  # removes the rest of a longer previous line
 
     def end(self, read_state: ReadState | None) -> None:
-        """Writes a last report with ``doing`` = :data:`ENDED`, and closes the file.
+        """Writes a last report in which ``doing`` is :data:`ENDED`, and closes the file.
 
         Args:
             read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
@@ -182,7 +182,7 @@ def read_now(folder: Path, rank: int) -> Now | None:
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
-"""Number of bytes at the end of a large file to read first."""
+"""Number of bytes to read first at the end of a large file."""
 
 KEPT = 512
 _COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration", "slow_rank")
@@ -193,8 +193,8 @@ def progress_file(folder: Path) -> Path:
     """Returns the path of a run's progress file.
 
     Args:
-        folder: Path of the run's folder, or of the folder ``traces`` in it. The progress file may
-            be in either of the two.
+        folder: Path of the run's folder or of its folder ``traces``; either may contain the
+            progress file.
     """
     others = (folder.parent,) if folder.name == "traces" else (folder / "traces",)
     candidates = (candidate / PROGRESS_NAME for candidate in (folder, *others))
@@ -202,22 +202,22 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProgressTail:
-    """Reads what is new in a run's progress file each time :meth:`refresh` is called.
+    """Reads the lines added to a run's progress file each time :meth:`refresh` is called.
 
     Args:
-        path: Path of the file, which need not exist yet.
-        kept: Number of lines about iterations to keep. ``None`` for all; then even a large file
+        path: Path of the progress file, which need not exist yet.
+        kept: Number of lines about iterations to keep. ``None`` to keep all; then even a large file
             is read from its beginning.
 
     Attributes:
-        records: Latest lines about iterations, as dictionaries.
-        start: Line about the latest start of the run, empty before the first.
+        records: Latest lines about iterations, as dicts.
+        start: Line about the latest start of the run; empty before the first.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
-        ended: Reason why the run ended, empty if it has not ended.
+        ended: Reason why the run ended; empty if it has not ended.
         ended_ns: Time of the run's end in nanoseconds since 1970, 0 if unknown.
-        findings: Causes of slow steps that the latest diagnosis found.
-        slow: Ratio of actual to expected computing time of each rank that this diagnosis found
-            slow.
+        findings: Causes of slow steps in the latest diagnosis.
+        slow: Maps each rank that the latest diagnosis found slow to the ratio of its actual to its
+            expected computing time.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -235,7 +235,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads the lines added since the last call and returns them, of whatever type."""
+        """Reads the lines added since the last call, and returns them all, of every type."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -278,7 +278,7 @@ class ProgressTail:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """Parses a line; returns a list of one record, or an empty list if the line is damaged.
+    """Parses a line; returns its record in a list, or an empty list if the line is damaged.
 
     A line is damaged if it was cut short or if a field has the wrong type.
     """

@@ -1,8 +1,8 @@
 """Selects one iteration of one pipeline from a trace, to be drawn as a chart.
 
 The selection contains only actions and the waits between them. Actions are the forward pass (F),
-the backward pass (B) and the separate pass for weight gradients (W). Times are relative to the
-first action of any rank.
+the backward pass (B) and the separate weight-gradient pass (W). Times are relative to the start of
+the first action on any rank.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span, T
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Holds the actions F, B and W of one iteration of one pipeline.
+    """Holds the actions (F, B and W) of one iteration in one pipeline.
 
     Attributes:
         iteration: Number of the iteration.
-        schedule: Name of the schedule or of the run-time scheduling policy.
+        schedule: Name of the static schedule or of the run-time scheduling policy.
         placement: Assignment of stages to ranks and chunks, one of ``trace_format.PLACEMENTS``.
         num_chunks: Number of model chunks per rank.
         num_microbatches: Number of microbatches in this iteration.
-        rows: Actions of each pipeline rank in the order they ran, times relative to the step's
-            start; empty for a rank without a trace.
-        waits: Spans of kind ``wait`` of each pipeline rank, clipped to the step; ``reason`` is the
-            cause. Empty if the trace has no waits.
-        dp_rank: Data-parallel rank of this pipeline.
+        rows: Actions of each pipeline rank in the order in which they ran, with times relative to
+            the step's start; empty for a rank without a trace.
+        waits: Spans of kind ``wait`` on each pipeline rank, clipped to the step, with the cause in
+            ``reason``. Empty if the trace has no waits.
+        dp_rank: Data-parallel rank of the pipeline.
         num_replicas: Number of data-parallel replicas that have traces.
-        lengths: Sizes of the microbatches, empty if all are equal.
+        lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all are equal.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
-        bubble_note: Remark to print after a bubble, empty unless ranks share a GPU.
+        bubble_note: Remark to print after a bubble; empty unless ranks share a GPU.
     """
 
     iteration: int
@@ -62,28 +62,28 @@ class PipelineStep:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Pipeline ranks that have no trace, so that their rows are empty."""
+        """Pipeline ranks without a trace, whose rows are empty."""
         return tuple(pp_rank for pp_rank, row in enumerate(self.rows) if not row)
 
     @cached_property
     def step_ns(self) -> int:
-        """Time in ns from the start of the first action to the end of the last, over all ranks."""
+        """Time in ns from the start of the first action to the end of the last on any rank."""
         return max(span.end_ns for row in self.rows for span in row)
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Kinds of action that occur in this step, in the order F, B, W."""
+        """Kinds of action in this step, in the order F, B, W."""
         kinds = {span.action for row in self.rows for span in row}
         return tuple(action for action in DRAWN_ACTIONS if action in kinds)
 
     @property
     def replica(self) -> str:
-        """Text to append to a chart's title that names the replica; empty if there is only one."""
+        """Suffix for a chart's title that states the replica; empty if there is only one."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property
     def bubble_fractions(self) -> dict[int, float]:
-        """Idle time divided by the step time, for each pipeline rank that has a trace."""
+        """Maps each pipeline rank with a trace to the idle fraction of its step."""
         return {
             pp_rank: 1 - int(figures.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
             for pp_rank, figures in self.figures.items()
@@ -91,30 +91,30 @@ class PipelineStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean idle fraction of the step over the pipeline ranks that have traces."""
+        """Idle fraction of the step, as the mean over the pipeline ranks with a trace."""
         return statistics.fmean(self.bubble_fractions.values())
 
     def label(self, pp_rank: int) -> str:
-        """Returns the label of a rank's row in a chart.
+        """Returns the label for a rank's row in a chart.
 
-        For example ``stage 1``, or with several chunks per rank ``rank 1 (stages 1, 3)``.
+        It is, for example, ``stage 1``, or with several chunks per rank ``rank 1 (stages 1, 3)``.
         """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
-    """Returns the numbers of the stages on a pipeline rank, in the order of its chunks."""
+    """Returns the indices of a pipeline rank's stages, in the order of its chunks."""
     kind: Any = header.placement
     placement = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
     return tuple(placement.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
 def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
-    """Lists the stages on a pipeline rank as text, for example ``stages 0, 5``.
+    """Lists a pipeline rank's stages as text, such as ``stages 0, 5``.
 
     Args:
-        header: Object with the pipeline's number of ranks and chunks, and its placement.
+        header: Object that states the pipeline's numbers of ranks and chunks, and its placement.
         pp_rank: Pipeline rank whose stages are listed.
         most: Maximum number of items to list; ``None`` for all stages.
     """
@@ -126,16 +126,16 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
 
 
 def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0) -> PipelineStep:
-    """Selects one iteration of one pipeline of a run.
+    """Selects one iteration of one pipeline from a run's trace.
 
     Args:
-        run: Run whose trace is read.
-        iteration: Number of the iteration. ``None`` for the last complete iteration, or if none is
-            complete, for the last one.
+        run: Trace of the run.
+        iteration: Number of the iteration. ``None`` for the last complete iteration, or the last
+            one if none is complete.
         dp_rank: Data-parallel rank of the pipeline.
 
     Raises:
-        TraceError: The iteration or the pipeline does not exist, or has nothing to draw.
+        TraceError: The iteration or the pipeline does not exist, or contains no actions.
     """
     ranks = run.replica(dp_rank)
     if not run.iterations:
@@ -176,7 +176,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns the spans of some kinds, clipped to a step, sorted, with times from the step's start.
+    """Returns spans of the given kinds, sorted, clipped to a step, with times since its start.
 
     Waits outside the step are left out. Actions are always kept, because they define the step.
     """

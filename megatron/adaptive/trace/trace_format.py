@@ -1,11 +1,12 @@
 """Defines the records of a trace (header, iterations, spans, clock samples) and their text form.
 
-A trace file belongs to one rank. This module defines the names, the records and their form as
-lines of JSON. It opens no trace file and imports nothing heavy, because the recorder uses it
+A trace file belongs to one rank. This module defines the names, the records and their form as lines
+of JSON. It neither opens trace files nor imports large packages, because the recorder uses it
 during training. It reads the clock only to make a new :class:`TraceHeader`.
 
-``docs/reference/traces.md`` describes the contents of each kind of span. Sender and receiver of a
-message both record the receiving rank's ``of`` and ``chunk``, so that the two spans can be matched.
+``docs/reference/traces.md`` describes the contents of each kind of span. The sender's and the
+receiver's span of a message have the same ``of`` and ``chunk`` (the receiver's), so that a reader
+can match them.
 
 The text form::
 
@@ -19,14 +20,14 @@ The text form::
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
-The header comes first: a file belongs to one start of a job. A span's line contains whole numbers
-only, one per column, without spaces. The start of a span is relative to the ``start_ns`` of the
+The header comes first, because a file belongs to one start of a job. A span's line is a list of
+integers, one per column, without spaces. The start of a span is relative to the ``start_ns`` of the
 marker above it. A marker contains the size in bytes of the spans that follow, so that a reader can
-skip iterations. The marker of a rank with experts also has the load of the experts.
+skip iterations. On a rank with experts (MoE), the marker also has the experts' load.
 
 New kinds and reasons are added at the end of their lists. Readers ignore kinds, reasons, fields and
-objects that they do not know. The version therefore only rises when something existing changes its
-meaning; a file of another version is refused.
+objects that they do not know. So the version rises only if existing data change their meaning; a
+file of another version is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ KINDS = (
     "step",
     "collective",
 )
-"""Kinds of span; in the file each is stored as its index in this list."""
+"""Kinds of span. A span's line contains the kind's index in this list."""
 
 DRAWN_ACTIONS = KINDS[:3]
 """Kinds of span that are computation; charts of a step draw only these.
@@ -93,7 +94,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Collectives in imported traces: phases as Megatron-LM names them, then plain operations."""
+"""Names of collectives in imported traces: phases of Megatron-LM first, then plain operations."""
 
 REASONS = (
     "",
@@ -110,12 +111,12 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans; in the file each is stored as its index in this list.
+"""Reasons of spans. A span's line contains the reason's index in this list.
 
 - Wait: the cause, one of :data:`CAUSES`.
 - Message: ``seen`` if its arrival was noticed at once, ``found`` if only later. ``posted`` if it
   was noticed at once, but the transfer could not begin before the receiver waited for it.
-- Action: why the run-time scheduling policy chose the action (names of ``schedule.policy``).
+- Action: rule by which the run-time scheduling policy chose it (names of ``schedule.policy``).
 - Collective: its name. The span's peer is the lowest rank of the collective's group, -1 if only
   this rank's part was recorded.
 - ``optimizer``: ``gc`` for Python's garbage collection.
@@ -135,33 +136,33 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in a span's line, from left to right."""
+"""Names of the numbers in a span's line, in their order."""
 
 PLACEMENTS = ("loop", "v")
-"""Ways to assign stages to ranks: round-robin (``loop``), or there and back (``v``)."""
+"""Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""Sizes of each microbatch of a rank: number of positions, then number of tokens per document.
+"""For each microbatch of a rank: number of token positions, then number of tokens per document.
 
-Positions beyond the tokens are padding. Empty if all microbatches have the same size.
+Positions without a token are padding. Empty if all microbatches have the same size.
 """
 
 
 class SpanRow(NamedTuple):
-    """Holds a span as numbers, as it is recorded and written to the file.
+    """Holds a span as integers, in the form in which it is recorded and written to the file.
 
     Attributes:
         kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none.
         piece: Index of the part, if an action W is computed in several parts, else 0.
-        start_ns: Start on the rank's monotonic clock.
-        end_ns: End on the same clock; the file stores the duration instead.
+        start_ns: Start time in nanoseconds on the rank's monotonic clock.
+        end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
         bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.
-        queue_depth: Number of inputs that had arrived but were not used yet when the span started.
-        peer: Global rank at the other end of a message, -1 for none.
+        queue_depth: Number of inputs that had arrived but were still unused when the span started.
+        peer: Global rank on the other side of a message, -1 for none.
         of: Index of the kind of action that a wait or a message belongs to, -1 for none.
         reason: Index of the reason in :data:`REASONS`.
     """
@@ -186,7 +187,7 @@ def trace_file_name(rank: int) -> str:
 
 
 def _clock_id() -> str:
-    """Returns an id of the monotonic clock, equal in all processes that share the clock.
+    """Returns an id of the machine's monotonic clock, equal in all processes that share the clock.
 
     The id consists of the kernel's boot id and the Linux time namespace.
     """
@@ -199,24 +200,24 @@ def _clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Describes the rank that wrote a trace file, the size of its pipeline, and its clock.
+    """Describes a rank and its clock, its pipeline's size, and the run; first line of a trace file.
 
-    Host, process id, clock and clock readings default to those of the present process.
+    Host, process id, clock id and clock readings default to those of the current process.
 
     Attributes:
         run: Id of the run, equal on all ranks of the run.
-        rank: Global rank, in ``0..world_size-1``.
+        rank: Global rank, from 0 to ``world_size - 1``.
         world_size: Number of processes of the run.
         pp_rank: Position of the rank in the pipeline.
         tp_rank: Position of the rank in the tensor-parallel group.
         dp_rank: Position of the rank in the data-parallel group.
-        num_ranks: Number of ranks (not stages) in the pipeline.
+        num_ranks: Number of pipeline ranks.
         num_chunks: Number of model chunks on each rank.
-        num_microbatches: Number of microbatches per step at the start of the run. The marker of an
-            iteration may have another number.
-        placement: Assignment of stages to ranks and chunks, one of :data:`PLACEMENTS`; ``loop``
-            means stage = chunk * ranks + rank.
-        schedule: Name of the schedule or of the run-time scheduling policy.
+        num_microbatches: Number of microbatches per step at the start of the run. Each iteration's
+            marker has the number of that iteration.
+        placement: Assignment of stages to ranks and chunks, one of :data:`PLACEMENTS`. For
+            ``loop``, the stage is chunk * ranks + rank.
+        schedule: Name of the static schedule or of the run-time scheduling policy.
         host: Name of the machine.
         pid: Id of the rank's process.
         monotonic_ns: Value of ``time.monotonic_ns()``, read at the same moment as ``unix_ns``.
@@ -224,10 +225,10 @@ class TraceHeader:
         clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in traces
             read from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
-        work: Expected time of each stage, including embedding and loss, expressed as an equivalent
-            number of layers; empty if unknown.
-        gpu_ranks: Number of ranks that compute on this rank's GPU, including this rank. 1 on a CPU,
-            or if unknown.
+        work: Expected computing time of each stage, including embedding and loss, expressed as an
+            equivalent number of layers; empty if unknown.
+        gpu_ranks: Number of ranks, including this one, that share this rank's GPU. 1 on a CPU, or
+            if unknown.
     """
 
     run: str
@@ -252,27 +253,27 @@ class TraceHeader:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(world_size, num_ranks, num_chunks)``, equal in all trace files of one run."""
+        """``(world_size, num_ranks, num_chunks)``, equal in all trace files of a run."""
         return (self.world_size, self.num_ranks, self.num_chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Describes a marker: the line that precedes the spans of an iteration in the file.
+    """Describes a marker: the line before an iteration's spans in the file.
 
     Attributes:
         iteration: Number of the iteration, as in the training log.
-        num_microbatches: Number of microbatches in this iteration; it changes while the batch size
+        num_microbatches: Number of microbatches in this iteration; it varies if the batch size
             ramps up.
-        start_ns: Time on the rank's monotonic clock to which the starts of the spans are relative.
-        counts: Number of spans of each kind that follow, by index in :data:`KINDS`.
-        size_bytes: Total size of the spans' lines in bytes, with which a reader can skip them.
-        is_late: Whether these spans were recorded after the iteration's own marker was written.
-        exchange_ns: Time in ns that actions waited in exchanges (all-to-all) of experts' tokens.
-        tokens: Load of the experts, a row per MoE layer: number of the layer in the model from 0
-            (layers of multi-token prediction come last), number of this rank's first expert, then
-            the number of tokens that each expert of this rank got.
-        lengths: Sizes of the microbatches in the form of :data:`Lengths`.
+        start_ns: Time on the rank's monotonic clock from which the starts of the spans are counted.
+        counts: Number of spans of each kind that follow, in the order of :data:`KINDS`.
+        size_bytes: Total size in bytes of the spans' lines, so that a reader can skip them.
+        is_late: Whether the spans were recorded after the iteration's own marker had been written.
+        exchange_ns: Time in ns that actions waited for all-to-all exchanges of experts' tokens.
+        tokens: Load of the experts, a row per MoE layer: index of the layer in the model (layers of
+            multi-token prediction come last), index of this rank's first expert, then the number of
+            tokens that each expert of this rank got.
+        lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all are equal.
     """
 
     iteration: int
@@ -292,13 +293,13 @@ class IterationStart:
 
 
 class ClockExchange(NamedTuple):
-    """Holds the four times of a request to the reference rank and of its answer.
+    """Holds the four times of one request to the reference rank and its answer.
 
     Attributes:
-        sent_ns: Time at which the request was sent, on this rank's clock.
-        received_ns: Arrival of the request, on the reference rank's clock.
-        answered_ns: Time at which the answer was sent, on the reference rank's clock.
-        returned_ns: Arrival of the answer, on this rank's clock.
+        sent_ns: Time in ns at which the request was sent, on this rank's clock.
+        received_ns: Time in ns at which the request arrived, on the reference rank's clock.
+        answered_ns: Time in ns at which the answer was sent, on the reference rank's clock.
+        returned_ns: Time in ns at which the answer arrived, on this rank's clock.
     """
 
     sent_ns: int
@@ -313,7 +314,7 @@ class ClockSamples:
 
     Attributes:
         reference: Global rank whose clock is the reference.
-        samples: Requests to the reference rank with their answers.
+        samples: Times of each request to the reference rank and of its answer.
     """
 
     reference: int
@@ -322,12 +323,12 @@ class ClockSamples:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Names iterations that are missing in a file because its disk accepted no data.
+    """Describes iterations that are missing in a trace file because the disk accepted no data.
 
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of lost iterations; fewer than ``first`` to ``last`` if not all were recorded.
+        count: Number of missing iterations; the range may also contain iterations never recorded.
     """
 
     first: int
@@ -337,21 +338,21 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes one activity of a rank. Unlike ``SpanRow`` it has names instead of indices.
+    """Describes one activity of a rank, with names where ``SpanRow`` has indices.
 
     Attributes:
-        action: Kind of span, one of :data:`KINDS`.
+        action: Kind of span, one of :data:`KINDS`, such as F or ``wait``.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none.
-        start_ns: Start in nanoseconds.
-        end_ns: End in nanoseconds, not before the start.
+        start_ns: Start time in nanoseconds.
+        end_ns: End time in nanoseconds, not before the start.
         iteration: Number of the iteration.
-        wait_ns: Idle time in ns that the rank waited before it could start this action.
+        wait_ns: Time in ns that the rank was idle before this action.
         bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.
         piece: Index of the part, if an action W is computed in several parts, else 0.
-        queue_depth: Number of inputs that had arrived but were not used yet when the span started.
-        peer: Global rank at the other end of a message, -1 for none.
+        queue_depth: Number of inputs that had arrived but were still unused when the span started.
+        peer: Global rank on the other side of a message, -1 for none.
         of: Kind of action that a wait or a message belongs to, empty for none.
         reason: Reason of the span, one of :data:`REASONS`; empty for none.
     """
@@ -383,20 +384,21 @@ _MAX_SIZES = {
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,
 }
-"""Maximum sizes of a run in a header. Readers loop over all ranks, even those without a file.
+"""Maximum sizes of a run that a header may state.
 
-A damaged header with a huge number would make them run for a long time.
+Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
+take very long.
 """
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
 SLICES = "time slices of a shared GPU"
-"""Remark printed next to busy and bubble times of ranks that share a GPU."""
+"""Remark printed next to the busy and bubble times of ranks that share a GPU."""
 
 
 def shared_gpu_note(gpu_ranks: int) -> str:
-    """Returns a warning that times were measured on a shared GPU.
+    """Returns a warning that the times were measured on a shared GPU.
 
     Args:
         gpu_ranks: Maximum number of ranks on one GPU.
@@ -408,28 +410,28 @@ def shared_gpu_note(gpu_ranks: int) -> str:
 
 
 def header_line(header: TraceHeader) -> str:
-    """Formats a header as one line of JSON, including the line end."""
+    """Formats a header as a line of JSON, with the newline."""
     form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
     named = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **asdict(header)}
     return json.dumps(named) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
-    """Formats clock samples as one line of JSON, including the line end."""
+    """Formats clock samples as a line of JSON, with the newline."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
 
 
 def gap_line(gap: Gap) -> str:
-    """Formats the record of missing iterations as one line of JSON, including the line end."""
+    """Formats the record of missing iterations as a line of JSON, with the newline."""
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
-    """Formats a marker and the spans after it as lines to be appended to the file.
+    """Formats a marker and its spans as lines to append to the trace file.
 
     Args:
-        marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored: those
-            written are computed from ``rows``.
+        marker: Marker of the iteration. Its ``counts`` and ``size_bytes`` are ignored, because they
+            are computed from ``rows``.
         rows: Spans of the iteration.
     """
     counts = [0] * len(KINDS)
@@ -461,11 +463,11 @@ def parse_line(
     """Parses a line that contains a JSON object, which is every line except those of spans.
 
     Args:
-        line: Text of the line, with or without the line end.
-        origin: Position of the line (``file:line``), shown in error messages.
+        line: Text of the line, with or without the newline.
+        origin: Position of the line (``file:line``) for error messages.
 
     Returns:
-        The record; ``None`` for a JSON object of a kind that this version does not know.
+        Record that the line contains; ``None`` for a JSON object that this version does not know.
 
     Raises:
         TraceError: The line is not a JSON object, lacks a field, has a field of the wrong type, or
@@ -591,21 +593,21 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "lists of at least three whole numbers from 0",
     ),
 }
-"""For each kind of field: the check of its value, and a description for error messages."""
+"""Maps each type of field to a check of its value, and a description for error messages."""
 
 
 def _value(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns a field of a record, after the check that :data:`_EXPECTED` has for its kind.
+    """Returns a field of a record after the check in :data:`_EXPECTED` for the type ``kind``.
 
     Raises:
-        TraceError: The value is not of that kind.
+        TraceError: The field is missing without a default, or has a value of another type.
     """
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
-    # The text is shown in tables and sheets, which cannot contain control characters.
+    # Tables and sheets show this text, and cannot contain control characters.
     return printable(value) if isinstance(value, str) else value

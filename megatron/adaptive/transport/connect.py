@@ -63,7 +63,7 @@ def own_endpoint(
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Returns this rank's endpoint: its host, abilities and addresses, for the other ranks.
+    """Returns the description of this rank for other ranks: host, usable transports, addresses.
 
     Args:
         rank: Global rank.
@@ -121,13 +121,12 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Collects and returns this rank's endpoint, for :meth:`connect`.
+        """Returns the description (endpoint) of this rank, which :meth:`connect` needs.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host of the rendezvous where the job's ranks meet, ``None`` if it is not on the
-                network.
+            host: Host of the rendezvous where the job's ranks meet; ``None`` if not on the network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
@@ -157,11 +156,10 @@ class Connector:
 
         Args:
             endpoint: Endpoint of this rank.
-            peers: Global ranks with which this rank exchanges messages; each peer must list this
+            peers: Global ranks with which this rank exchanges messages. Each peer must list this
                 rank too.
             options: Transport settings of the user.
-            log: Function that the job's first rank calls with each line of text about chosen
-                transports.
+            log: Function that rank 0 calls with each line of text about the chosen transports.
 
         Returns:
             The transport to all peers, ``None`` for a rank without peers.
@@ -169,7 +167,8 @@ class Connector:
         Raises:
             SetupError: If the transport that the user forced cannot connect a pair. Raised on all
                 ranks.
-            TransportError: If opening a channel failed, though its transport can connect the pair.
+            TransportError: If a channel could not be opened, although its transport can connect the
+                pair.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
@@ -216,12 +215,12 @@ class Connector:
             options: Transport settings of the user.
             choices: Chosen transport of each pair of ranks.
             ends: Endpoints of all ranks, by global rank.
-            seed: Random bytes that all ranks share. From them come the token that authenticates
-                links, the job's number, and the name of a machine's lock for allocating memory.
+            seed: Random bytes that all ranks share. They contain the token that authenticates
+                links, the job's number, and the name of a lock for allocating memory on a machine.
 
         Returns:
             The transport if this rank has native channels, else ``None``; the first failure of any
-            rank; and by pair of ranks, the way in which GPU tensors are copied.
+            rank; and how GPU tensors are copied, by pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -297,7 +296,7 @@ class Connector:
     ) -> str | None:
         """Opens the channels to all peers and returns the first failure.
 
-        All ranks open their channels in the same order, so that they do not wait in a circle. A
+        All ranks open their channels in the same order, so that no cycle of waiting ranks arises. A
         rank continues after a failure, because its other peers wait for it.
         """
         failure: str | None = None
@@ -374,12 +373,12 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the declaration of a transport."""
+        """Returns the object that declares a transport."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the declaration of a transport of the C++ extension, ``None`` for any other."""
+    """Returns the kind object of a transport if it is of the C++ extension, else ``None``."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 
@@ -395,7 +394,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns how GPU tensors are copied to each peer, for channels that report it."""
+    """Returns how GPU tensors are copied to each peer whose channel reports this."""
     paths = []
     for peer in peers:
         info = node.info(peer)
@@ -411,7 +410,7 @@ class CompositeTransport:
     """Combines several transports: each call is passed to the transport of its peer.
 
     Args:
-        parts: Transport of each peer. All these transports put received messages into
+        parts: Transport to use for each peer. All these transports put received messages into
             ``completions``.
         completions: Queue of received messages that the transports share.
     """
@@ -419,8 +418,8 @@ class CompositeTransport:
     def __init__(self, parts: Mapping[int, Transport], completions: Completions) -> None:
         self.completions = completions
         self._part_of = dict(parts)
-        # The transport that owns the queue is closed last, because the others use the queue until
-        # then.
+        # Close the transport that owns the queue last, because the other transports use the queue
+        # until they are closed.
         distinct = {id(part): part for part in parts.values()}.values()
         self._parts = sorted(distinct, key=lambda part: part.completions is completions)
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))

@@ -13,9 +13,9 @@ two, header and payload:
     tag 2i+1   payload with the header's shape and type
 
 If ``payload_shape`` is given, receives are posted ``DEPTH`` messages ahead. Otherwise the receive
-for a payload is posted when its header has arrived. If gloo's ``Work`` object of a send is released
-before the send is done, the destructor of its buffer blocks. So these objects are kept until the
-send is done.
+for a payload is posted once the header of the payload has arrived. gloo returns a ``Work`` object
+for each send. If the object is released before the send is done, the destructor of its buffer
+blocks. So these objects are kept until the send is done.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Contains a posted receive. ``payload`` is part of the packet, or a separate gloo message."""
+    """Holds a posted receive. ``payload`` is part of the packet, or a separate gloo message."""
 
     packet: Packet
     work: Any
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Contains a message that gloo is sending, and keeps its memory alive until then."""
+    """Holds a message that gloo is sending, so that its memory stays alive until it is sent."""
 
     peer: int
     packet: Packet
@@ -250,7 +250,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Puts the error that ended a channel into the queue. Called in a thread of the channel."""
+        """Puts the error that ended a channel into the queue. Runs in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -352,12 +352,12 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Not made as a view of `raw`, because the receiver makes the payload a leaf of its autograd
-        # graph and a view cannot be one.
+        # Do not make the payload a view of `raw`: the receiver makes the payload a leaf of its
+        # autograd graph, and a view cannot be a leaf.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
-            # torch declares this form of the method only for a size, not for a shape.
+            # torch's type hints do not declare this form of the method.
             self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
     def fill(self, header: Header, payload: torch.Tensor | None) -> None:

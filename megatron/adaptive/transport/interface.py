@@ -2,8 +2,8 @@
 
 A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
 order. Received messages of all peers go into one completion queue, in the order of arrival. A send
-never waits until the peer has finished its work: if the channel is full, the transport keeps the
-message for later.
+never waits for the peer to finish its work: if the channel is full, the transport keeps the message
+and sends it later.
 
 ::
 
@@ -15,7 +15,7 @@ message for later.
 
 The completion queue has two implementations: :class:`CompletionQueue` in this file, and
 ``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
-transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` makes
+transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` opens
 it.
 
 This file also defines the header of a message: label, shape, element type and sequence number.
@@ -45,14 +45,14 @@ class Endpoint:
     Attributes:
         rank: Global rank.
         host: Name of the rank's host, for error messages.
-        machine: Identifier that is equal for ranks which can see each other's processes, as
+        machine: Identifier that is equal for ranks which can see each other's processes. It is
             returned by ``liveness.here``.
         user: Numeric id of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
         addresses: Addresses on which the rank listens, by kind of link: ``unix``, ``tcp``.
-        cpus: Numbers of the processors on which the rank may run; empty if unknown.
+        cpus: Indices of the processors on which the rank may run; empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        lacks: For each transport that the rank cannot use, the reason.
+        lacks: Reason for each transport that the rank cannot use, by transport.
     """
 
     rank: int
@@ -94,10 +94,10 @@ class Transport(Protocol):
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
-        The tensor lies in memory of the channel if a slot is free, otherwise in ordinary memory. In
-        both cases the tensor, or a view that begins at its first element, may be sent. Memory of
-        the channel is sent without a copy and then belongs to the peer, so do not write to it after
-        the send. If the tensor is released without a send, the memory returns to the channel.
+        The tensor uses memory of the channel if a slot is free, otherwise ordinary memory. In both
+        cases the tensor, or a view that begins at its first element, may be sent. Memory of the
+        channel is sent without a copy and then belongs to the peer, so do not write to it after the
+        send. If the tensor is released without a send, the memory returns to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
@@ -143,7 +143,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Represents an arrival whose payload is returned by a function."""
+    """Represents a received message whose payload a function returns."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -167,7 +167,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived at another rank of the decision group.
+    """Reports that a message has arrived at another rank of the group that decides together.
 
     Attributes:
         label: Action and step for which the message is the input.
@@ -179,13 +179,13 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""Item of the completion queue."""
+"""Entry of the completion queue: a received message, or a notice from another rank."""
 
 Listener = Callable[[Item | Exception], None]
 
 
 class Completions(Protocol):
-    """Queues the arrivals and failures of all channels of a process, in the order of time.
+    """Queues the received messages and failures of a process's channels, oldest first.
 
     Any thread may add items, and one thread takes them. Waiting releases Python's global lock (GIL)
     and sleeps, without polling.
@@ -246,7 +246,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns an item taken out of a queue, or raises it if it is the error of a channel."""
+    """Returns an item of the completion queue, or raises the item if it is a channel's error."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -256,14 +256,14 @@ HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
 """Kinds of actions that have a message as input. The index of a kind is its code in messages."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""Code in messages of each kind of action."""
+"""Maps each kind of action to its code in messages."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
 _END = -1
 _VARIANT_SHIFT = 8
 
-# The order must be that of the enum ElementType in message.h, because the index is the code.
+# Keep the order of the enum ElementType in message.h, because the index is the code.
 _PLAIN = (
     "float32",
     "float16",
@@ -303,14 +303,14 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Code and variant in messages of every element type that can be sent."""
+"""Maps each element type that can be sent to its code and variant in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Element type for each code and variant in messages."""
+"""Maps each code and variant in messages to the element type."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant of an element type in messages.
+    """Returns the code and the variant that stand for an element type in messages.
 
     Raises:
         TransportError: If a message cannot contain this type or this number of dimensions.
@@ -326,7 +326,7 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor without lazy negation or conjugation, a copy only if needed."""
+    """Returns a contiguous tensor without lazy negation or conjugation; copies only if needed."""
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -32,14 +32,13 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes what is known of the messages before any is sent. It is the same on all ranks.
+    """Describes the messages of a job, as far as known before any is sent. Equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message, ``None`` if unknown.
         dtype: Element type of the messages.
         varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of received messages of a channel that the receiver keeps at the
-            same time.
+        in_flight: Maximum number of a channel's messages that the receiver keeps at a time.
     """
 
     shape: tuple[int, ...] | None
@@ -57,7 +56,7 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Contains what a rank knows of itself before it knows other ranks.
+    """Holds the facts about a rank that decide which transports the rank can use.
 
     Attributes:
         device: Device on which the rank computes.
@@ -78,11 +77,11 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """Contains what a transport needs to open its channels.
+    """Holds the arguments with which a transport opens its channels.
 
     Attributes:
         rank: Global rank of this process.
-        peers: Global ranks with which this rank exchanges messages over this transport. If empty,
+        peers: Global ranks that exchange messages with this rank over this transport. If empty,
             this rank only takes part in collective calls.
         members: Global ranks of this rank's pipeline, which send messages only to each other.
         gather: Function that exchanges values between all ranks of the job.
@@ -113,7 +112,7 @@ class TransportKind:
 
     Attributes:
         name: Name of the transport, as on the command line.
-        reason: Reason, for the log, to prefer this transport to the following ones.
+        reason: Reason for choosing this transport, for the log; empty if there is nothing to say.
     """
 
     name: str = ""
@@ -150,11 +149,11 @@ class TransportKind:
 
 @lru_cache(maxsize=64)
 def transport_kind(name: str) -> TransportKind:
-    """Returns the declaration of a transport.
+    """Returns the object that declares a transport.
 
     Args:
-        name: Name of a transport of this package, name of an entry point, or
-            ``package.module:Class`` of a user's own transport.
+        name: Name of a transport of this package or of an entry point. A user's own transport is
+            given as ``package.module:Class``.
 
     Raises:
         ConfigError: The transport does not exist, cannot be imported, or is no
@@ -172,18 +171,18 @@ def transport_kind(name: str) -> TransportKind:
 
 
 class _OpeningError(TransportError):
-    """Reports on this rank that any rank failed to open a user's transport."""
+    """Raised on each rank if any rank failed to open a user's transport."""
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's own transport, and checks that it has all members of the interface.
 
-    Collective over all ranks of the job. An error on one rank is raised on all ranks, unless others
-    wait for that rank in something else than ``opening.gather``.
+    Collective over all ranks of the job. An error on one rank is raised on all ranks, unless other
+    ranks are waiting for that rank outside of ``opening.gather``.
 
     Args:
-        kind: Declaration of the transport.
-        opening: Argument of its method ``open``.
+        kind: Object that declares the transport.
+        opening: Argument for the transport's method ``open``.
 
     Raises:
         TransportError: The transport of a rank could not be opened, or lacks a member.
@@ -213,7 +212,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns which members of the interface a user's transport lacks, ``None`` if it has all."""
+    """Returns a text about missing members of a user's transport; ``None`` if it has all."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

@@ -51,8 +51,8 @@ _MARGIN_S = 1.0
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# This set in place of silent ranks means that the store does not answer. Rank 0 or the launcher
-# runs it.
+# Value used in place of a set of silent ranks if the store does not answer. Rank 0 or the launcher
+# runs the store.
 _STORE = frozenset({-1})
 # Prefix of a notice that the user has already seen, so that it is not shown again.
 _SHOWN = "told: "
@@ -78,7 +78,7 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
     """Returns a rank's display name for messages.
 
     Args:
-        places: For every rank, its result of :func:`here`.
+        places: Location of each global rank, as :func:`here` returned it on that rank.
         rank: Global rank.
     """
     location = places[rank]
@@ -103,22 +103,22 @@ class Watcher:
     launcher's request to end.
 
     Args:
-        places: ``host``, ``pid`` and ``pp_rank`` of each global rank, and ``machine`` if known, as
-            returned by :func:`here`.
+        places: Location of each global rank, as returned by :func:`here`. It has ``host``, ``pid``
+            and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
             this machine are watched, and a rank that ends before this one calls :meth:`leave`
             counts as lost.
-        on_lost: Function that a thread of the watcher calls after a loss, so that the main thread
-            can react if it still runs. The function must not block.
+        on_lost: Function that a thread of the watcher calls after a loss. It must not block. It
+            lets the main thread react, if that still runs.
         grace_s: Time in seconds from the call of ``on_lost`` to the end of the process.
-        silent_s: Time in seconds after which a machine counts as lost if none of its ranks gives a
-            sign of life. A process counts as lost if it stays stopped for this time.
+        silent_s: Time in seconds after which a machine without a sign of life counts as lost. A
+            process counts as lost if it stays stopped for this time.
         is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
 
     Attributes:
         on_lost: Function that is called after a loss. It may be replaced at any time.
-        position: Text on the progress of this rank for error messages, such as ``iteration 7``.
+        position: Text about this rank's progress, for error messages, such as ``iteration 7``.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for a loss, and returns it or ``None``.
+        """Waits up to ``timeout_s`` seconds for the loss of a rank; returns its error, or ``None``.
 
         When a connection breaks, the main thread calls this method to learn which rank was lost.
         The error message has already been written to stderr.
@@ -165,15 +165,14 @@ class Watcher:
         return self._lost
 
     def report(self, reason: str, *, is_shown: bool = False) -> None:
-        """Informs the other ranks that this rank ends because of ``reason``; waits at most 2 s.
+        """Informs the other ranks that this rank ends because of ``reason``; takes at most 2 s.
 
         Only the first notice of a job is kept, so the notice of a rank that fails as a consequence
         is ignored. After this call, this rank stops watching.
 
         Args:
-            reason: Reason for the end, of which the first line is sent.
-            is_shown: Whether the user has already seen the reason; the other ranks then end
-                silently.
+            reason: Reason for the end. Only its first line is sent.
+            is_shown: Whether the user has already seen the reason. Other ranks then end silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -182,7 +181,7 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as done, so that its end is no loss. Call it after the last barrier.
+        """Marks this rank as done, so that its end is not a loss. Call this after the last barrier.
 
         The call returns when the store has recorded the mark. Rank 0, whose process may run the
         store, also waits up to 5 s until all ranks have left.
@@ -203,7 +202,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores losses from now on; returns False if there was one before."""
+        """Ignores losses from now on; returns False if a rank was already lost."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -228,7 +227,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Finds out whether ended processes had left normally or are lost."""
+        """Finds out whether ended processes had called :meth:`leave`, and reports the others."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -238,8 +237,8 @@ class Watcher:
         """Handles a notice from the store, or the silence of ranks.
 
         Args:
-            ranks: Ranks that give no sign of life; ``_STORE`` if the store does not answer; empty
-                for a notice.
+            ranks: Ranks that give no sign of life; empty for a notice. ``_STORE`` if the store does
+                not answer.
             news: Text of the notice, or reason why the ranks count as lost.
         """
         if ranks == _STORE and self._is_launchers_store:
@@ -291,7 +290,7 @@ class Watcher:
 
 
 class _Local:
-    """Watches the processes of this machine. Methods except `kill_stopped` are for one thread.
+    """Watches the processes of this machine. Only `kill_stopped` is thread-safe.
 
     Args:
         pids: Process ids of the ranks to watch, by global rank.
@@ -299,14 +298,14 @@ class _Local:
         stopped_s: Time in seconds after which a stopped process counts as lost.
 
     Attributes:
-        stopped_s: The same time, rounded up to a multiple of the polling interval.
+        stopped_s: Argument ``stopped_s``, rounded up to a multiple of the polling interval.
     """
 
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # The number of polls is counted, not time. While this process itself is stopped, time
-        # passes but other processes may be running.
+        # Count polls instead of time. While this process itself is stopped, time passes, but other
+        # processes may be running.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -386,7 +385,7 @@ class _Board:
         machines: Identifier of each global rank's machine.
         rank: Global rank of this process.
         silent_s: Time in seconds after which a machine without a sign of life counts as lost.
-        hear: Function that is called for lost ranks and notices, ``Watcher._hear``.
+        hear: Function to call for silent ranks and for notices: ``Watcher._hear``.
     """
 
     def __init__(
@@ -415,12 +414,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns how long the store has not answered the current call, in seconds."""
+        """Returns the age in seconds of the unanswered call to the store; 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` have left and the notice of a loss, ``None`` without answer."""
+        """Returns which ``ranks`` left, and the notice of a loss; ``None`` without an answer."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -440,7 +439,7 @@ class _Board:
         """Marks this rank as done, and with ``wait_for_all`` waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # add() is used because, unlike set(), it returns only after the store has recorded the
+            # Use add(), because unlike set() it returns only after the store has recorded the
             # value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
@@ -474,7 +473,8 @@ class _Board:
     def _run(self, store: dist.Store) -> None:
         """Runs jobs, and :meth:`_tick` at every interval. Runs in the store's thread."""
         try:
-            # A connection of its own, because other calls may block the job's connection for long.
+            # Use a separate connection, because other calls may block the job's connection for
+            # long.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -502,8 +502,8 @@ class _Board:
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Silence is measured in beats of this rank instead of time. If this process was stopped,
-        # time has passed although no other machine was silent.
+        # Measure silence in beats of this rank instead of time. If this process was stopped, time
+        # has passed although no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -530,7 +530,7 @@ def _started(pid: int) -> str | None:
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on, only ``X`` for an ended process."""
+    """Returns the fields of /proc/PID/stat after the name; only ``X`` for an ended process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -540,13 +540,13 @@ def _status(pid: int) -> list[str]:
 def _write_line(line: str) -> None:
     """Writes to stderr's file descriptor, because the main thread may hold the stream's lock."""
     with contextlib.suppress(OSError):
-        # Begins a new line on a terminal, because the cursor may be behind a progress bar.
+        # Begin a new line on a terminal, because the cursor may be behind a progress bar.
         prefix = "\n" if os.isatty(2) else ""
         os.write(2, f"{prefix}{line}\n".encode())
 
 
 def _flush_output() -> None:
-    """Flushes stdout and stderr in a thread, because the main thread may block their locks."""
+    """Flushes stdout and stderr in a thread, because the main thread may hold their locks."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -62,8 +62,8 @@ _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
 def make_tensors_with(module: ModuleType, table: Any) -> None:
     """Lets the extension make and read tensors through torch's table of C functions.
 
-    This takes half as long as through DLPack capsules, which would be most of the time of a small
-    message.
+    This takes half as long as with DLPack capsules. Making capsules would take most of the time
+    that a small message needs.
 
     Args:
         module: The C++ extension, as a Python module.
@@ -84,13 +84,13 @@ class NativeTransport:
 
     Args:
         node: The ``_C.Node`` of the C++ extension, whose channels are open.
-        kinds: For each peer by global rank, the transport: ``shm``, ``rdma`` or ``tcp``.
+        kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
         device: Device on which received tensors are placed.
         describe: Function that returns a peer's display name for error messages.
         least_free: Number of slots per channel that the receiver must leave free for the sender.
-        make_staging: Function that makes the object which copies between GPU and host; its argument
-            is a function that sends host tensors. By default a GPU gets :class:`Staging` and a CPU
-            none.
+        make_staging: Function that makes the object which copies between GPU and host. Its argument
+            is a function that sends host tensors. By default, :class:`Staging` is used on a GPU,
+            and no such object on a CPU.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class NativeTransport:
             if reserved_for == peer and settled(tensor) is tensor:
                 self._node.commit(peer, token, *tag, tensor.shape)
                 return
-            # Copied, because the slot belongs to another channel or has the elements in another
+            # Copy the tensor: its slot belongs to another channel, or holds the elements in another
             # order.
             tensor = tensor.clone()
         tensor = settled(tensor)
@@ -155,8 +155,8 @@ class NativeTransport:
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
-            # The storage is kept alive instead of the tensor, because the tensor's owner may give
-            # the tensor another storage before the send.
+            # Keep the storage alive instead of the tensor, because the tensor's owner may give the
+            # tensor another storage before the send.
             tensor.untyped_storage(),
         )
 
@@ -206,7 +206,7 @@ class NativeTransport:
             except DeadlineError:
                 if time.monotonic() >= end_s:
                     raise
-            # Errors are ignored here, because flush() reports a peer that has died.
+            # Ignore errors here, because flush() reports a peer that has died.
             with contextlib.suppress(TransportError):
                 while self.completions.poll() is not None:
                     pass
@@ -235,7 +235,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
         def settle(self) -> None:
             """Copies the payload out of its slot if few slots are free.
 
-            The payload may be taken much later, and the sender needs the slot before.
+            The payload may be taken much later, and the sender may need the slot earlier.
             """
             native: Any = self
             if native.free_slots < native.least_free:
@@ -250,11 +250,10 @@ class DeviceArrival(Arrival):
     Args:
         native: The message as an object of the C++ extension, ``_C.Arrival``.
         staging: Object that copies between the GPU and the channel.
-        least_free: Number of free slots in the channel below which the payload is copied out of its
-            slot.
+        least_free: If fewer slots than this are free, the payload is copied out of its slot.
     """
 
-    # The attributes of Arrival are properties here, because most are never read.
+    # Make the attributes of Arrival properties, because most of them are never read.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -295,7 +294,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the payload as its own element type, if another one was sent in its place."""
+    """Returns the payload in its own element type, if it was sent as another type."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -310,7 +309,7 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Returns an action. Cached, because making an action takes as long as a small message."""
+    """Returns an action, from a cache: making one takes as long as sending a small message."""
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
@@ -325,8 +324,7 @@ class NativeQueue:
     Args:
         node: The object of the C++ extension that receives the messages, ``_C.Node``.
         staging: Object that copies between GPU and channels, ``None`` for a CPU.
-        least_free: Number of free slots in a channel below which payloads are copied out of their
-            slots.
+        least_free: If fewer slots of a channel than this are free, payloads are copied out of them.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -336,8 +334,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Type of the items that can be returned as the node delivers them, without a call of
-        # _open().
+        # Type of the items that can be returned unchanged, without a call of _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -358,7 +355,7 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # Stopped at exit, because a daemon thread that returns from C++ after the interpreter has
+        # Stop the thread at exit: a daemon thread that returns from C++ after the interpreter has
         # ended would end the process.
         atexit.register(_stop, weakref.ref(self))
 
@@ -375,11 +372,10 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # The deadline is passed on unchanged, because reading the clock in Python may take as long
-        # as a message in a virtual machine.
+        # Pass the deadline on unchanged: in a virtual machine, reading the clock in Python may take
+        # as long as sending a message.
         item: Item | None = self._wait(deadline_s)
-        # The type is checked here, to save a call of _open(), which takes as long as this whole
-        # method.
+        # Check the type here, to save a call of _open(), which takes as long as this whole method.
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:

@@ -25,10 +25,10 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """Contains what the options of a rank's native channels depend on.
+    """Holds the values from which the options of a rank's native channels are made.
 
     Attributes:
-        size: Memory of a channel.
+        size: Number and size of a channel's slots.
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
@@ -46,7 +46,7 @@ class NativeKind(TransportKind):
     """Declares a transport of the C++ extension; ``connect.py`` opens all of them together.
 
     Attributes:
-        link: Kind of address over which two ranks set up their channel.
+        link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.
     """
 
     link: ClassVar[Literal["unix", "tcp"]]
@@ -66,7 +66,7 @@ class NativeKind(TransportKind):
 
 
 class ShmKind(NativeKind):
-    """Declares shared memory, between ranks of a machine that belong to the same user."""
+    """Declares shared memory, which connects ranks on one machine that belong to the same user."""
 
     link = "unix"
     reason = "same machine"
@@ -100,7 +100,7 @@ class ShmKind(NativeKind):
 
 
 class RdmaKind(NativeKind):
-    """Declares RDMA, between ranks whose machines have an active port."""
+    """Declares RDMA, which connects ranks whose machines have an active RDMA port."""
 
     link = "tcp"
     reason = "both have an active port"
@@ -118,7 +118,8 @@ class RdmaKind(NativeKind):
         settings = channels.settings
         options = super().channel_options(channels)
         options["num_qps"] = settings.rdma_queue_pairs
-        # If no device is set, the extension uses the device that has the link's address.
+        # If no device is set, the extension uses the RDMA device whose network address the link
+        # has.
         if settings.rdma_device is not None:
             name, _, port = channels.endpoint.ports[0].partition(":")
             options |= {"device": name, "port": int(port)}
@@ -132,7 +133,7 @@ class RdmaKind(NativeKind):
 
 
 class TcpKind(NativeKind):
-    """Declares TCP, between ranks that reach each other's network address."""
+    """Declares TCP, which connects ranks that can reach each other's network address."""
 
     link = "tcp"
 
@@ -169,8 +170,8 @@ def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, 
 
     Args:
         module: The C++ extension, as a Python module.
-        device_name: Name of the RDMA device to use, such as ``mlx5_0``, or of a port, such as
-            ``mlx5_0:1``; ``None`` for any device.
+        device_name: Name of the RDMA device or port to use; ``None`` for any device. Examples are
+            ``mlx5_0`` and ``mlx5_0:1``.
     """
     try:
         devices = module.rdma_devices()

@@ -16,7 +16,7 @@ and one stream at each end. An end posts an operation only when the operation ca
 No compute stream waits for a message, so a late rank delays only the ranks that need its result,
 and not its tensor-parallel neighbours. An arrival is announced only when its data has arrived, so a
 run-time scheduling rule only sees inputs that can be used. The memory of a message is released when
-its send is done, so a channel keeps the messages that are being sent and one more.
+its send is done. A channel therefore holds the messages that are being sent, and one more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OPEN_S = 300.0
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, higher than that of compute streams.
+"""Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
 CUDA maps streams to a few hardware queues. In such a queue a kernel that cannot start yet blocks
 kernels of other streams. Streams of different priorities use different queues, so no message waits
@@ -77,7 +77,7 @@ class NcclTransport(GlooTransport):
         group: Gloo process group of the pipeline's ranks, which is used only for headers.
         outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0.
         incoming: Communicator for messages from each peer.
-        streams: Source of streams on the device.
+        streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
         describe: Function that returns a peer's display name for error messages (host, stage).
@@ -127,7 +127,7 @@ class NcclTransport(GlooTransport):
             raise self._failures[peer]
         payload = settled(tensor.detach())
         header = Header(label, tuple(payload.shape), payload.dtype, self._sent[peer])
-        # Called to raise an error for values that a header cannot contain, before anything is sent.
+        # Check the header now, so that an invalid value raises an error before anything is sent.
         header.words()
         self._hand_over(peer, header, payload, self._streams.mark())
 
@@ -198,8 +198,8 @@ class NcclTransport(GlooTransport):
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
         """Waits for the payload that belongs to a header, and returns it."""
-        # Allocated in this thread's own stream, so the receive need not wait for earlier
-        # computations.
+        # Allocate the payload in this thread's own stream, so that the receive need not wait for
+        # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
             self._incoming[peer].recv([raw(payload)], int(peer > self._rank), 0).wait()
@@ -243,10 +243,10 @@ class Streams(Protocol):
         """Returns a context in which this device and a new stream on it are current."""
 
     def mark(self) -> Moment:
-        """Returns the point that the calling thread's current stream has been given work up to."""
+        """Returns the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a complete tensor of another stream usable in the current stream.
+        """Makes a tensor that another stream has finished usable in the current stream.
 
         The memory of the tensor is not reused before the current stream has finished using it.
         """
@@ -279,7 +279,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Stands in for streams on a CPU, where all work is done when a call returns."""
+    """Replaces streams on a CPU, where work is done when the call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -292,7 +292,7 @@ class HostStreams:
 
 
 class _Passed:
-    """Stands for a point of a stream that has been reached already."""
+    """Marks a point in a stream that has been reached already."""
 
     def synchronize(self) -> None:
         """Returns immediately."""
@@ -302,7 +302,7 @@ _PASSED = _Passed()
 
 
 class NcclKind(TransportKind):
-    """Declares NCCL, between ranks that each have a GPU of their own."""
+    """Declares NCCL, which connects ranks that each have a GPU of their own."""
 
     reason = "each has a GPU of its own"
 
@@ -355,7 +355,7 @@ class NcclKind(TransportKind):
         """Makes a communicator for each channel to or from this rank. Collective over all ranks.
 
         All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        ranks cannot wait in a circle, and the pairs of a round connect at the same time.
+        no cycle of waiting ranks can arise, and the pairs of a round connect at the same time.
 
         Returns:
             Communicators for messages to each peer, and for messages from each peer, by peer.

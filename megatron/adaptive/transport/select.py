@@ -1,4 +1,4 @@
-"""Chooses the transport of each pair of ranks from the descriptions of both ranks.
+"""Chooses the transport for each pair of ranks from the descriptions of both ranks.
 
 ::
 
@@ -10,7 +10,7 @@
       no extension    gloo
 
 Each transport declares which ranks it connects (``kind.py``), and this file asks them in the order
-of ``config/transport_specs.py``. It also words the reason of each choice for the log, and computes
+of ``config/transport_specs.py``. It also writes the reason for each choice to the log, and computes
 the memory of a channel. Both ranks of a pair call the same function with the same endpoints, so
 they choose the same transport without negotiation. ``connect.py`` opens the channels.
 """
@@ -41,7 +41,7 @@ _LARGEST_SLOT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Names the transport of a pair of ranks, and the reason.
+    """Holds the transport that was chosen for a pair of ranks, and the reason.
 
     Attributes:
         kind: Name of the transport: ``shm``, ``rdma``, ``tcp``, ``nccl`` or ``gloo``.
@@ -75,7 +75,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
         forced: Transport that the user requires, ``None`` to choose the best.
 
     Raises:
-        SetupError: If the required transport cannot connect the pair. Gives the reason.
+        SetupError: If the required transport cannot connect the pair. The message gives the reason.
     """
     if first.rank > second.rank:
         first, second = second, first
@@ -97,13 +97,13 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
 
 
 def _reason(kind: str, missed: list[str]) -> str:
-    """Returns the text that explains a choice, with the reasons against better transports."""
+    """Returns the text that explains a choice, and why better transports cannot be used."""
     reason = transport_kind(kind).reason
     return "; ".join([reason, *missed] if reason else missed)
 
 
 def log_lines(choices: Mapping[tuple[int, int], Choice]) -> list[str]:
-    """Returns the choices of all pairs as lines of text. Pairs with the same choice share one."""
+    """Returns lines of text about the choices. Pairs with the same choice share a line."""
     lines = []
     for choice in dict.fromkeys(choices.values()):
         pairs = [f"{low}-{high}" for (low, high), kind in sorted(choices.items()) if kind == choice]
@@ -157,7 +157,7 @@ class ChannelSize:
 
     @property
     def least_free(self) -> int:
-        """Returns how many slots a receiver leaves to the sender, including reserved slots.
+        """Returns the number of slots, reserved ones included, that a receiver must leave free.
 
         With fewer slots there could be a deadlock: the sender waits for a slot, while the receiver
         waits for the sender's next message before it returns slots.
@@ -171,7 +171,7 @@ def size_of_channel(
     slot_bytes: int | None = None,
     slots: int | None = None,
 ) -> ChannelSize:
-    """Computes how many slots a channel has, and their size.
+    """Computes the number of slots of a channel, and their size.
 
     A slot is occupied from the send of its message until the receiver releases the tensor, which
     for an activation is after its backward pass. No sender waits if there is a slot for every
@@ -182,8 +182,7 @@ def size_of_channel(
 
     Args:
         payload_bytes: Size of the messages in bytes, ``None`` if it varies.
-        in_flight: Maximum number of received messages that the receiver keeps at the same time,
-            ``None`` if unknown.
+        in_flight: Maximum number of messages that the receiver keeps; ``None`` if unknown.
         slot_bytes: Slot size that the user chose, ``None`` for the default.
         slots: Number of slots that the user chose, ``None`` for the default.
     """

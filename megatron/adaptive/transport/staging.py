@@ -10,8 +10,8 @@ memory of the host::
                                                └─────> worker: return the slot
 
 A private stream per direction lets copies overlap with computation. A worker thread per direction
-sleeps until an event of its stream, without holding Python's global lock (GIL), so that the
-executor never waits.
+waits for events of its stream, without holding Python's global lock (GIL), so that the executor
+never waits.
 
 Slots in shared memory are pinned when the channel is opened, so that the GPU can copy to and from
 them directly. If pinning fails, for example because of a limit on locked memory, and also over
@@ -39,12 +39,11 @@ class Staging:
     """Copies tensors between a GPU and the channels of a native transport.
 
     Args:
-        node: The ``_C.Node``, whose channels the executor's thread and a worker thread of this
-            object use in turn.
+        node: The ``_C.Node`` that owns the channels. The executor's thread and a worker thread of
+            this object use the channels in turn.
         device: GPU to and from which tensors are copied.
         peers: Global ranks to which this rank has a channel.
-        send_from_host: Function that sends a host tensor, without a copy if the tensor lies in a
-            slot.
+        send_from_host: Function that sends a host tensor; copies it unless it is in a slot.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Staging:
         with torch.cuda.stream(self._out):
             host.copy_(payload, non_blocking=True)
             done.record()
-        # Prevents the allocator from reusing the payload's memory before the copy is done.
+        # Prevent the allocator from reusing the payload's memory before the copy is done.
         payload.record_stream(self._out)
 
         def commit() -> None:
@@ -119,7 +118,7 @@ class Staging:
         self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Sends a tensor with the extension, through the host if it does not fit into a slot."""
+        """Sends a tensor by the extension; copies it to the host first if it fits into no slot."""
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
         if not is_direct:
@@ -148,8 +147,8 @@ class Staging:
     def lend(self, native: Any) -> Any:
         """Returns a payload in GPU memory as a tensor in its slot, for use in the current stream.
 
-        When the tensor is released, its slot returns to the sender after all work that the stream
-        has been given until then.
+        After the tensor is released, its slot returns to the sender once the stream has done all
+        work that was submitted before the release.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
@@ -161,8 +160,8 @@ class Staging:
             take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy and makes the stream that is current at its call wait for
-            the copy.
+            Function that returns the copy. It makes the current stream of its caller wait for the
+            copy.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -184,7 +183,8 @@ class Staging:
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
-            # Allocated in the copy stream, so that the copy need not wait for computations.
+            # Allocate the tensor in the copy stream, so that the copy need not wait for
+            # computations.
             tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             tensor.copy_(host, non_blocking=True)
             done.record()
@@ -193,7 +193,7 @@ class Staging:
         tensor.record_stream(current)
 
         def release(host: torch.Tensor = host) -> None:
-            # The default value of the argument keeps the slot alive until the copy is done.
+            # The argument's default value keeps a reference to the slot until the copy is done.
             done.synchronize()
 
         self._releasing.do(release)
@@ -219,7 +219,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Returns the context in which a worker runs its jobs."""
+        """Makes the GPU current in a worker's thread, in which the worker then runs its jobs."""
         self.make_current()
         yield
 

@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in a thread, for work of a transport that waits for a device."""
+"""Runs jobs one after the other in a thread, so that a transport need not wait for a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Worker:
     Args:
         name: Name of the thread.
         failed: Function that the thread calls with the error of a failed job, before the next job.
-        within: Function that makes the context for all jobs (device and stream), which the thread
-            enters once.
+        within: Function that makes the context manager for all jobs (device and stream). The thread
+            enters it once.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that were added and are not done."""
+        """Returns the number of jobs that were added and are not done yet."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
@@ -88,8 +88,8 @@ class Worker:
             with self._within():
                 self._do_jobs(self._do)
         except Exception as error:
-            # The context could not be entered, so there is no device or stream. The jobs are
-            # skipped.
+            # The context could not be entered, so jobs have no device or stream. Skip all jobs, so
+            # that no caller waits for them.
             self._failed(error)
             self._do_jobs(lambda job: None)
 

@@ -1,8 +1,8 @@
-"""Compares each rank's computing time with all other ranks, the plan and its own past.
+"""Compares each rank's computing time with that of other ranks, with the plan and with its past.
 
-The plan is the work that each stage is expected to have, from the header of the trace. A single
-statistical model combines all evidence. A rank's computing time in an iteration is divided by the
-planned work. The logarithm of this ratio is modelled as the sum of
+The plan is each stage's expected work, from the header of the trace. A single statistical model
+combines all evidence. A rank's computing time in an iteration is divided by the planned work. The
+logarithm of this ratio is modelled as the sum of
 
     a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
                            +  a deviation of its stage    (the plan may be wrong; shared by peers)
@@ -11,9 +11,9 @@ planned work. The logarithm of this ratio is modelled as the sum of
                            +  noise                       (estimated from the run)
 
 A slow rank shows as a shift: its ratio is higher in all or some iterations. Generalized least
-squares gives the size of the shift and its standard error. The method weights peers, other stages
-and the rank's other iterations by their certainty. Missing evidence (no peers, no plan or no past)
-gets no weight.
+squares gives the size of the shift and its standard error. The method weights the evidence from
+peers, from other stages and from the rank's other iterations by its certainty. Missing evidence (no
+peers, no plan or no past) gets no weight.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from megatron.adaptive.trace.diagnose.samples import (
 from megatron.adaptive.trace.span_columns import Ints
 
 ALIKE = 0.015
-"""Assumed relative standard deviation between the speeds of equal machines (a prior)."""
+"""Assumed relative standard deviation of the speeds of equal machines (prior)."""
 
 SEEN_BEFORE = 16
-"""Weight of the prior :data:`ALIKE`, as a number of ranks that have shown it."""
+"""Weight of the prior :data:`ALIKE`, expressed as a number of observed ranks."""
 
 UNSURE_OF_PLAN = 0.25
-"""Relative uncertainty of the planned work of embedding and loss."""
+"""Relative uncertainty of the planned work for embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation that stands for "unknown": so large that the value gets no weight."""
+"""Standard deviation that stands for "unknown"; it is so large that the value gets no weight."""
 
 LEAST_NOISE = 0.004
-"""Minimum relative standard deviation to assume for a rank's time between iterations."""
+"""Minimum relative standard deviation to assume for a rank's time from iteration to iteration."""
 
 OF_TIME = 0.1
-"""Minimum fraction of the ranks' time for a kind of action (F, B, W); rarer kinds are ignored."""
+"""Minimum fraction of the computing time for a kind of action (F, B, W) to be used."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals to try, over all ranks.
+"""Maximum number of intervals of iterations in which shifts are searched, over all ranks.
 
-Beyond it, only intervals that last to the end of the run are tried.
+If there are more, only intervals that last to the end of the run are tried.
 """
 
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes how a rank's time differs from the expected time in consecutive iterations.
+    """Describes by how much a rank is slower or faster than expected in consecutive iterations.
 
     Attributes:
-        column: Index of the rank in the arrays of :class:`Measured`.
+        column: Index of the rank along the ranks' axis of :class:`Measured`.
         first: Index of the first affected iteration.
-        end: Index after the last affected iteration.
+        end: Index of the last affected iteration, plus one.
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Significance threshold: ``(size / error) ** 2`` that noise alone may reach, given how
-            many intervals were tried.
+        doubt: Significance threshold for ``(size / error) ** 2``: the value that noise alone may
+            reach, given how many intervals were tried.
     """
 
     column: int
@@ -82,20 +82,20 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Evidence above the threshold ``doubt``; the shift is significant if this is above 0."""
+        """Evidence beyond the threshold ``doubt``; above 0 if the shift is significant."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Holds the statistical model of the ranks' computing times, and searches it for shifts.
+    """Holds the statistical model of the ranks' computing times, in which shifts are searched.
 
     Attributes:
-        series: ``[iterations, ranks]``, logarithm of each rank's time divided by its planned work.
+        series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
         by_kind: ``[iterations, ranks, 3]``, the same for forward passes, backward passes and
-            separate weight-gradient passes; NaN for a kind that takes little time.
-        lasting: ``[ranks, ranks]``, covariance of the deviations that last for the whole run.
-        passing: ``[ranks, ranks]``, covariance of the deviations that change in each iteration.
+            separate weight-gradient passes; NaN for kinds that take little time.
+        lasting: ``[ranks, ranks]``, covariance of the deviations that are constant over the run.
+        passing: ``[ranks, ranks]``, covariance of the deviations that vary between iterations.
     """
 
     series: Floats
@@ -113,7 +113,7 @@ class RankBaselines:
         self._each = np.linalg.inv(self.passing)
 
     def distrust(self, column: int) -> None:
-        """Stops comparing other ranks with a rank, by making that rank's deviation uncertain."""
+        """Stops comparing other ranks with this rank, by making the rank's deviation uncertain."""
         self.lasting[column, column] += 1.0
         self._invert()
 
@@ -122,12 +122,12 @@ class RankBaselines:
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift over all iterations, and its standard error, ``[ranks]``."""
+        """Returns each rank's shift over all iterations, and its standard error: ``[ranks]``."""
         precision = np.diagonal(self._level)
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the size of a shift for each kind of action (F, B, W) that takes enough time."""
+        """Returns the shift's size in each kind of action (F, B, W) that takes enough time."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -144,7 +144,7 @@ class RankBaselines:
         return float(score * self._information(column, inside) ** -1.0)
 
     def _information(self, column: int, inside: Ints | int) -> Floats | float:
-        """Returns the precision (1 / variance) of a shift that lasts ``inside`` iterations."""
+        """Returns the precision (1 / variance) of a shift's size over ``inside`` iterations."""
         count = len(self.series)
         level = self._level[column, column]
         each = self._each[column, column]
@@ -153,19 +153,19 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, even if it is not significant.
+        """Returns the most likely shift of each rank, whether it is significant or not.
 
         Args:
             least: Minimum size of a shift, as a logarithm.
-            sure: Minimum size of a significant shift in standard errors, for a shift over all
-                iterations among few ranks. The threshold rises with the number of ranks and
-                intervals tried, as more trials give noise more chances.
+            sure: Minimum size of a significant shift in standard errors, if the shift lasts for all
+                iterations and the ranks are few. The threshold rises with the numbers of ranks and
+                intervals tried, because noise has more chances.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self.series - mean) @ self._each
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        # The interval of all iterations is added at index 0; intervals() leaves it out.
+        # Add the interval of all iterations at index 0, because intervals() leaves it out.
         first = np.append(0, first)
         end = np.append(count, end)
         inside = end - first
@@ -202,7 +202,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
     medians = tame_mean(logs)
     share = np.nansum(middle(m.median_ns, axis=0), axis=(0, 1))
     share = np.where(share >= OF_TIME * share.sum(), share, 0.0)
-    # Chunks of a rank are averaged; the more uncertain a chunk's planned work, the less its weight.
+    # A rank's chunks are averaged; a chunk with more uncertain planned work gets less weight.
     weights = 1 / (unsure**2 + ALIKE**2)
     weights /= weights.sum(axis=1, keepdims=True)
     by_kind = _weighted(medians, weights[None, :, :, None], axis=2)
@@ -227,7 +227,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """Returns the logarithm of the planned work and its uncertainty, both ``[ranks, chunks]``."""
+    """Returns the planned work's logarithm and its uncertainty, both ``[ranks, chunks]``."""
     planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
@@ -243,14 +243,14 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Removes the effect of long microbatches: the part of the duration common to all stages.
+    """Removes the effect of long microbatches: the part of their duration that all stages share.
 
-    Only the difference from the iteration's mean is subtracted, because the model has a term for
-    the mean (the replica's deviation).
+    Only the difference from the iteration's mean is subtracted, because the model already has a
+    term for the mean (the replica's deviation).
 
     Args:
         m: Measured times of the run.
-        logs: Logarithms of the durations of all actions, changed in place.
+        logs: Logarithms of the durations of all actions; changed in place.
     """
     usual = middle(logs, axis=(0, 4))
     for pipeline in m.replicas.values():
@@ -259,8 +259,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also gives a common part. The weight is the fraction of its variance that
-        # noise does not explain.
+        # Noise alone also results in a common part. So the weight is the fraction of the common
+        # part's variance that noise does not explain.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -269,14 +269,14 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 
 
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
-    """Returns the covariance of the deviations that change in each iteration.
+    """Returns the covariance of the deviations that vary between iterations.
 
     These are each rank's own noise, and the deviation that all ranks of a replica share.
 
     Args:
         m: Measured times of the run.
-        series: ``[iterations, ranks]``, logarithm of each rank's time.
-        sampling: ``[ranks]``, lower bound on the standard deviation of a rank's noise.
+        series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
+        sampling: ``[ranks]``, lower bound on the standard deviation of the rank's noise.
     """
     ranks = len(m.headers)
     own_noise = np.zeros(ranks)
@@ -298,10 +298,10 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Returns the noise of a rank's time per iteration that the noise of its actions implies.
+    """Returns the noise of a rank's time per iteration that results from the noise of its actions.
 
     Returns:
-        ``[ranks]``, standard deviation; averaging n actions divides their noise by sqrt(n).
+        ``[ranks]``, standard deviation. The mean of n actions has their noise divided by sqrt(n).
     """
     within = middle(spread(logs, axis=-1), axis=(0, 2, 3))
     entries = np.isfinite(logs).sum(axis=(2, 3, 4)).mean(axis=0)
@@ -318,7 +318,7 @@ def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along an axis, NaN if there are none."""
+    """Returns the weighted mean of the finite values along an axis; NaN if there are none."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)
@@ -327,9 +327,9 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 
 
 def _filled(series: Floats) -> Floats:
-    """Replaces missing values by the rank's median and clips outliers of single iterations.
+    """Replaces missing values by the rank's median, and clips outliers of single iterations.
 
-    An outlier is clipped to a distance from the median of the five iterations around it. A rank
+    An outlier is clipped at a distance from the median of the five iterations around it. A rank
     without any value gets the median of all ranks.
     """
     usual = middle(series, axis=0)

@@ -1,9 +1,9 @@
-"""Defines causes of slow steps: how each is found, described, simulated away and mended.
+"""Defines causes of slow steps: how each is found, described, left out in simulation, and remedied.
 
-A cause is a subclass of :class:`Cause`. A cause of this package is in a module of the folder
-``causes``, and is found there. Your own cause can be anywhere: give
-``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
-points of the group ``megatron_adaptive.causes``, which are selected by name.
+A cause is a subclass of :class:`Cause`. The modules of the folder ``causes`` contain the causes of
+this package, which need no registration. Your own cause can be anywhere: give ``trace
+diagnose --cause package.module:Class``. A package can also publish its causes as entry points of
+the group ``megatron_adaptive.causes``, which are selected by name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ ENTRY_POINTS = "megatron_adaptive.causes"
 """Name of the group of entry points by which installed packages provide causes."""
 
 WORTH_MOVING = 0.03
-"""Minimum reduction of the slowest rank's time, as a fraction, to suggest another partition."""
+"""Minimum fraction of the slowest rank's time that another partition must save to be suggested."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Contains the advice on a finding.
+    """Contains the remedies for a finding.
 
     Attributes:
-        advice: Remedies, a sentence each, the best first.
-        partition: Number of layers per stage that suits the measured speeds best. Empty if unknown
-            or not better than the present partition.
+        advice: Remedies, one sentence each, with the best first.
+        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+            better than the current partition.
     """
 
     advice: tuple[str, ...] = ()
@@ -53,14 +53,14 @@ class Evidence:
 
     Attributes:
         measured: Measured times of the run as arrays; ``measured.finding`` makes a finding.
-        times: Time of a layer on each stage; ``None`` if it is unknown.
+        times: Time of a layer on each stage; ``None`` if unknown.
     """
 
     measured: Measured
     times: StageCosts | None
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns the advice to move layers between stages; no advice if that gains too little."""
+        """Returns the advice to move layers between stages; none if that would save too little."""
         m, times = self.measured, self.times
         if times is None:
             advice = f"give stage {finding.stages[0]} fewer layers (--partition)"
@@ -80,16 +80,16 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class RecordedSteps:
-    """Contains the operations of recorded steps, to simulate them without a finding's cause.
+    """Contains the operations of recorded steps, to simulate them without the cause of a finding.
 
-    The simulation has one worker per tensor-parallel group (its first rank). A finding on another
-    rank of the group is applied to that worker.
+    The simulation has one worker per tensor-parallel group, which stands for all ranks of the
+    group. So a finding on any rank of the group is applied to that worker.
 
     Attributes:
         evidence: Measured times of the run.
-        finding: Finding whose cause is removed.
+        finding: Finding whose cause is left out.
         operations: Operations of the recorded steps.
-        duration_s: Duration of each operation in seconds; a copy, which may be changed.
+        duration_s: Duration of each operation in seconds; a copy that may be changed.
     """
 
     evidence: Evidence
@@ -99,12 +99,12 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay of the finding in seconds, 0 if it has none."""
+        """Delay of the finding in seconds; 0 if it has none."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
     def workers(self) -> list[int]:
-        """Worker of each affected rank, -1 if the rank is not simulated."""
+        """Worker that stands for each affected rank; -1 if the rank is not simulated."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -122,11 +122,11 @@ class RecordedSteps:
         return self.computes & np.isin(self.operations.worker, self.workers)
 
     def workers_at(self, pp_rank: int) -> list[int]:
-        """Returns the workers at a position in the pipeline, over all replicas."""
+        """Returns the workers of a pipeline rank in all replicas."""
         return [n for n, header in enumerate(self._simulated) if header.pp_rank == pp_rank]
 
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
-        """Returns the durations in seconds with another partition; unchanged if it is empty."""
+        """Returns the durations in seconds with another partition; unchanged if none is given."""
         m, times = self.evidence.measured, self.evidence.times
         if times is not None and partition:
             ratio = times.stage_ns(partition) / np.maximum(times.stage_ns(m.layers), 1)
@@ -140,13 +140,13 @@ class RecordedSteps:
 
 
 class Cause:
-    """Finds one cause of slow steps. Subclasses set ``name`` and define :meth:`find` at least.
+    """Finds one cause of slow steps. A subclass must at least set ``name`` and define :meth:`find`.
 
     Attributes:
-        name: Name of the cause, as the diagnosis prints it.
+        name: Name of the cause in the diagnosis.
         order: Position in the search, ascending. Findings of equal cost are listed in this order.
-        is_rare: Whether the cause shows in few steps, so that its cost is the mean over all
-            simulated steps.
+        is_rare: Whether the cause affects few steps. If so, the cost of a finding is the mean over
+            all simulated steps.
     """
 
     name: ClassVar[str]
@@ -160,12 +160,12 @@ class Cause:
 
         Args:
             evidence: Measured times of the run.
-            earlier: Findings of the causes before this one, in the order of the search.
+            earlier: Findings of the causes that were searched before, in that order.
         """
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle of the finding's headline: the affected rank and the effect."""
+        """Returns the middle of a finding's headline: the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"
@@ -175,24 +175,24 @@ class Cause:
         return Remedy()
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        """Returns the duration in seconds of each operation, as if the cause were absent.
+        """Returns the duration of each operation in seconds without the cause.
 
-        The difference between the two simulations is the cost of the finding.
+        The difference that this makes to the simulated step time is the cost of the finding.
         """
         return steps.duration_s
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        """Returns whether to report a finding after its cost is known.
+        """Returns whether a finding is reported, now that its cost is known.
 
         Args:
             finding: Finding with its cost.
-            is_simulated: Whether the cost comes from a simulation; otherwise it is 0.
+            is_simulated: Whether the cost was simulated; otherwise it is 0.
         """
         return True
 
 
 def built_in_causes() -> tuple[Cause, ...]:
-    """Returns the causes of this package: all that the modules of ``causes`` define."""
+    """Returns the causes that the modules of ``causes`` define, in the order of the search."""
     from megatron.adaptive.trace.diagnose import causes
 
     classes = {
@@ -208,7 +208,7 @@ def find_cause(name: str) -> Cause:
     """Returns a user's own cause.
 
     Args:
-        name: Either ``package.module:Class``, or the name of an entry point.
+        name: ``package.module:Class``, or the name of an entry point.
 
     Raises:
         ConfigError: The class does not exist, cannot be imported, or is not a cause.

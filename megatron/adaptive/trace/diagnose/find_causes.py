@@ -1,7 +1,7 @@
-"""Searches a trace for all causes of slow steps, and adds a cost and remedies to each finding.
+"""Searches a trace for all causes of slow steps, and adds cost and remedies to each finding.
 
-The cost of a finding is the time that the recorded steps would save without it, in a simulation by
-``whatif``.
+The cost of a finding is the time that the recorded steps would save without its cause, as simulated
+with ``whatif``.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from megatron.adaptive.trace.whatif.operations import (
 from megatron.adaptive.trace.whatif.replay import rule_saves_s
 
 SIMULATED = 32
-"""Maximum number of iterations to simulate for the cost of a finding."""
+"""Maximum number of iterations that are simulated for the cost of a finding."""
 
 SIMULATED_SPANS = 300_000
-"""Maximum total number of spans in the simulated iterations."""
+"""Maximum total number of spans in these iterations."""
 
 
 def diagnose(
     run: RunTrace, iterations: Iterable[int] | None = None, own_causes: Iterable[Cause] = ()
 ) -> Diagnosis:
-    """Finds causes of slow steps, the affected ranks, and remedies.
+    """Finds causes of slow steps, with the affected ranks and remedies.
 
     A finding must be statistically significant and large enough to matter; noise is not reported.
 
     Args:
-        run: Run whose trace is diagnosed.
+        run: Trace of the run.
         iterations: Numbers of the iterations to use. ``None`` for all except the first, or for an
-            evenly spaced sample of them if the run is long.
-        own_causes: Causes to search for besides those of this package.
+            evenly spaced sample if these are too many.
+        own_causes: Users' own causes to search for, besides those of this package.
 
     Raises:
         TraceError: A file is damaged, an iteration does not exist, there is nothing to diagnose, or
@@ -77,11 +77,11 @@ def diagnose(
 
 
 class _Search:
-    """Searches a run for causes, and simulates its steps without each finding's cause.
+    """Searches a run for causes, and simulates its steps without them.
 
     Args:
-        run: Run whose trace is diagnosed.
-        evidence: Measured times of the run.
+        run: Trace of the run.
+        evidence: Measured times of the run, in which causes are searched.
     """
 
     def __init__(self, run: RunTrace, evidence: Evidence) -> None:
@@ -90,11 +90,11 @@ class _Search:
         self._recorded: dict[tuple[int, ...], tuple[Operations, Graph]] = {}
 
     def find(self, cause: Cause, earlier: Sequence[Finding]) -> list[Finding]:
-        """Returns the findings of a cause, with description, remedies and cost.
+        """Returns the findings of a cause, with their descriptions, remedies and costs.
 
         Args:
             cause: Cause to search for.
-            earlier: Findings of the causes before this one.
+            earlier: Findings of the causes that were searched before.
         """
         reported = []
         for bare in cause.find(self._evidence, earlier):
@@ -115,10 +115,10 @@ class _Search:
         return reported
 
     def _cost_fraction(self, cause: Cause, finding: Finding) -> float | None:
-        """Simulates the last affected iterations without a finding's cause.
+        """Simulates the last affected iterations without the cause of a finding.
 
         Returns:
-            Fraction of the step time that is saved; ``None`` if the trace cannot be simulated.
+            Fraction of the step time that this saves; ``None`` if the trace cannot be simulated.
         """
         m = self._evidence.measured
         is_inside = (m.iterations >= finding.period.first) & (m.iterations <= finding.period.last)
@@ -146,7 +146,7 @@ class _Search:
 def _pace_ns(m: Measured) -> tuple[float, ...]:
     """Returns each rank's time for a microbatch in ns, divided by its planned work in layers.
 
-    Empty if the planned work of a rank is unknown.
+    The result is empty if the planned work of a rank is unknown.
     """
     planned = m.work or m.layers
     works = [sum(planned[stage] for stage in stages) if planned else 0 for stages in m.stages]

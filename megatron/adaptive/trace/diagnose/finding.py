@@ -11,12 +11,12 @@ from megatron.adaptive.trace.read import describe_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Describes which iterations a finding affects.
+    """Describes the iterations that a finding affects.
 
     Attributes:
         first: Number of the first affected iteration.
         last: Number of the last affected iteration.
-        kind: ``lasting`` (all iterations of the diagnosis), ``begun`` (from ``first`` to the end),
+        kind: ``lasting`` (all examined iterations), ``begun`` (from ``first`` to the end),
             ``passed`` (from ``first`` to ``last``, then over) or ``spikes`` (now and then).
     """
 
@@ -35,30 +35,30 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Describes one cause of slow steps.
+    """Describes a cause of slow steps that was found, with its evidence and cost.
 
     Attributes:
-        cause: Name of the cause, as in ``Cause.name``; the diagnosis fills it in.
-        ranks: Affected global ranks; for a slow link, its sender and its receiver.
+        cause: Name of the cause (``Cause.name``); filled in by the diagnosis.
+        ranks: Affected global ranks; for a slow link, the sender and the receiver.
         stages: Pipeline stages on the affected ranks.
-        hosts: Name of the machine of each affected rank.
+        hosts: Machine of each affected rank, by name.
         factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
-            ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
-        delay_ms: Delay of each message, microbatch or action. For overloaded experts, additional
-            time per microbatch that other ranks wait in exchanges of tokens.
-        period: Iterations in which the cause shows.
+            ratio of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
+        delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, time
+            per microbatch that other ranks wait in exchanges of tokens. ``None`` if unknown.
+        period: Iterations that are affected.
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
             (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
-        confidence: Probability that the finding is no random effect, 0.5 to 0.99.
-        counts: Number of iterations, and of actions, messages or reads, that were compared.
-        detail: Further numbers as a line of text.
-        cost_ms: Simulated reduction of the step time in ms if the cause were absent.
-        cost_fraction: The same reduction as a fraction of the step time.
-        description: Affected rank and effect as text, the middle of the headline; the diagnosis
-            fills it in.
-        advice: Remedies, a sentence each, the best first.
-        partition: Number of layers per stage that suits the measured speeds best. Empty if unknown
-            or not better than the present partition.
+        confidence: Probability that the finding is not a random effect, 0.5 to 0.99.
+        counts: Number of iterations, actions, messages or reads that were compared, by name.
+        detail: Further numbers, as a line of text.
+        cost_ms: Time in ms that a step would save without the cause, by simulation.
+        cost_fraction: The same time as a fraction of the step time.
+        description: Affected rank and effect, as the text in the middle of the headline; filled in
+            by the diagnosis.
+        advice: Remedies, one sentence each, with the best first.
+        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+            better than the current partition.
     """
 
     cause: str
@@ -80,7 +80,7 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """Line of text with cause, affected ranks, size of the effect, and iterations."""
+        """Line of text with the cause, affected ranks, effect and iterations."""
         return f"{self.cause}: {self.description or self.culprit} {self.period}"
 
     @property
@@ -90,12 +90,12 @@ class Finding:
 
     @property
     def culprit(self) -> str:
-        """First affected rank as text, with its stages and machines."""
+        """First affected rank as text, with the affected stages and machines."""
         hosts = " to ".join(dict.fromkeys(self.hosts))
         return f"rank {self.ranks[0]} ({self.stages_text}, {hosts})"
 
     def format(self) -> str:
-        """Formats the finding as text: headline, cost, evidence and remedies, a line each."""
+        """Formats the finding as text, with lines for headline, cost, evidence and remedies."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         lines = [
             self.headline,
@@ -109,17 +109,17 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Holds the result of a diagnosis of a run.
+    """Holds the result of the diagnosis of a run.
 
     Attributes:
-        findings: Causes of slow steps, the most costly first; empty if there are none.
+        findings: Causes of slow steps that were found, the most costly first.
         iterations: Numbers of the iterations that were examined.
-        num_ranks: Number of ranks that have traces.
-        counts: Number of actions and messages that were examined.
-        step_ms: Median duration of a step in ms.
+        num_ranks: Number of ranks with a trace.
+        counts: Number of actions and messages that were examined, by name.
+        step_ms: Median step time in ms.
         notes: Caveats about the trace; :meth:`format` leaves them out.
-        pace_ns: Each rank's time in ns for a microbatch, divided by its work in layers; empty if
-            the number of layers per stage is unknown.
+        pace_ns: Time of each rank in ns for a microbatch, divided by the rank's planned work in
+            layers; empty if the number of layers per stage is unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -141,7 +141,7 @@ class Diagnosis:
         return "\n".join([head, *(f.format() for f in self.findings)])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the diagnosis as a dictionary that ``json.dumps`` accepts."""
+        """Returns the diagnosis as a dict for ``json.dumps``."""
         result = asdict(self)
         for fields, finding in zip(result["findings"], self.findings, strict=True):
             fields["period"]["text"] = str(finding.period)

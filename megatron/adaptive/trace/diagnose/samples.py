@@ -1,4 +1,4 @@
-"""Reads the times of a run into arrays, and computes statistics that are robust to outliers."""
+"""Reads a run's times into arrays, and computes statistics that are robust to outliers."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Maximum number of iterations in a diagnosis; of a longer run, an evenly spaced sample is used."""
+"""Maximum number of iterations in a diagnosis; of a longer run, an evenly spaced sample is read."""
 
 MOST_SPANS = 4_000_000
-"""Maximum number of spans in a diagnosis; if a run has more, fewer iterations are used."""
+"""Maximum number of spans in a diagnosis; if a run has more, fewer iterations are read."""
 
 MOST_MESSAGE_SPANS = 1_500_000
 """Maximum number of spans to search for messages; if there are more, fewer iterations are used."""
 
 FIRST_STEPS = 1
-"""Number of first iterations to leave out (warm-up)."""
+"""Number of warm-up iterations at the start of the run, which are left out."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Holds the times of a run in some iterations, as arrays.
+    """Holds the times of a run's iterations as arrays.
 
-    A rank's "column" is its index along the ranks' axis of the arrays.
+    The "column" of a rank is its index along the arrays' axis of ranks.
 
     Attributes:
         headers: Trace header of each rank, by column.
-        stages: Pipeline stages on each rank, by column.
+        stages: Indices of the pipeline stages on each rank, by column.
         iterations: ``[iterations]``, numbers of the iterations.
-        num_microbatches: Number of microbatches in the last of these iterations.
+        num_microbatches: Number of microbatches in the last of the iterations.
         num_chunks: Number of model chunks per rank.
-        layers: Number of layers of each stage, empty if unknown.
-        work: Expected time of each stage, including embedding and loss, expressed as an equivalent
-            number of layers; empty if unknown.
-        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations of forward
-            passes, backward passes and separate weight-gradient passes (the sum, if in several
-            parts). The time of reading data and sending in them is subtracted. NaN if there was no
-            such action.
-        read_ns: ``[iterations, ranks]``, total time of reading data.
+        layers: Number of layers per stage, empty if unknown.
+        work: Expected computing time of each stage, including embedding and loss, expressed as an
+            equivalent number of layers; empty if unknown.
+        action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations in ns of
+            forward passes, backward passes and separate weight-gradient passes (the sum over all
+            parts), without the time in which they read data or sent messages. NaN without such an
+            action.
+        read_ns: ``[iterations, ranks]``, total time of reading data in ns.
         reads: ``[iterations, ranks]``, number of reads of data.
-        step_ns: ``[iterations]``, time from the first to the last action in the slowest pipeline.
-        messages: Messages between ranks, of all or some of the iterations.
-        clock_error_ns: Maximum remaining error between the clocks of two ranks.
-        experts: For each rank, the markers of iterations with the load of the rank's experts.
+        step_ns: ``[iterations]``, time in ns from first to last action in the slowest pipeline.
+        messages: Messages between ranks in the iterations, or in some of them if there are many.
+        clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
+        experts: For each rank, by iteration, the markers that contain the load of its experts.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -81,41 +81,41 @@ class Measured:
 
     @cached_property
     def median_ns(self) -> Floats:
-        """``[iterations, ranks, chunks, 3]``, median duration over microbatches, NaN if unknown."""
+        """``[iterations, ranks, chunks, 3]``, median duration in ns over microbatches, or NaN."""
         medians: Floats = middle(self.action_ns, axis=-1)
         return medians
 
     @cached_property
     def microbatch_ns(self) -> Floats:
-        """``[ranks]``, computing time in ns for one microbatch in all chunks of a rank."""
+        """``[ranks]``, computing time in ns for one microbatch in all of the rank's chunks."""
         totals: Floats = np.nansum(middle(self.median_ns, axis=0), axis=(1, 2))
         return totals
 
     @property
     def num_actions(self) -> int:
-        """Number of measured actions."""
+        """Number of actions whose duration is known."""
         return int(np.isfinite(self.action_ns).sum())
 
     @property
     def step(self) -> float:
-        """Median time of a step in ns, 0 without iterations."""
+        """Median step time in ns; 0 without iterations."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Index along the ranks' axis of the arrays, for each global rank."""
+        """Maps each global rank to its column (index along the arrays' axis of ranks)."""
         return {header.rank: column for column, header in enumerate(self.headers)}
 
     @cached_property
     def replicas(self) -> dict[tuple[int, ...], list[int]]:
-        """Columns of the ranks of each pipeline, by (data-parallel rank, tensor-parallel rank)."""
+        """Maps each pipeline's (data-parallel rank, tensor-parallel rank) to its ranks' columns."""
         return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
     def peers(self) -> dict[tuple[int, ...], list[int]]:
-        """Columns of ranks that do the same work on other data.
+        """Maps (pipeline rank, tensor-parallel rank) to the columns of the ranks at that position.
 
-        Keys are (pipeline rank, tensor-parallel rank).
+        These ranks do the same work on other data.
         """
         return self._grouped("pp_rank", "tp_rank")
 
@@ -139,7 +139,7 @@ class Measured:
         detail: str = "",
         kind: str | None = None,
     ) -> Finding:
-        """Makes a finding about some ranks, with their stages and machines filled in.
+        """Makes a finding about some ranks, and fills in their stages and machines.
 
         Args:
             columns: Columns of the affected ranks.
@@ -147,14 +147,14 @@ class Measured:
             against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
                 links).
-            confidence: Probability that the finding is no random effect, 0.5 to 0.99.
-            counts: Number of actions, messages or reads that were compared. The number of
+            confidence: Probability that the finding is not a random effect, 0.5 to 0.99.
+            counts: Number of actions, messages or reads that were compared, by name. The number of
                 iterations is added.
             factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
-                ratio of their tokens to the mean. ``None`` if ``delay_ms`` is used instead.
+                ratio of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
             delay_ms: Delay of each message, microbatch or action, in milliseconds; ``None`` if only
                 ``factor`` is known.
-            detail: Further numbers as a line of text.
+            detail: Further numbers, as a line of text.
             kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
         """
         headers = [self.headers[column] for column in columns]
@@ -179,15 +179,15 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads from the trace all times that a diagnosis needs.
+    """Reads all times that a diagnosis needs from a run's trace.
 
     Args:
-        run: Run whose trace is read.
-        iterations: Numbers of the iterations to read; ``None`` for all except the first, or for
-            an evenly spaced sample of them.
+        run: Trace of the run.
+        iterations: Numbers of the iterations to read. ``None`` for all except the first, or for an
+            evenly spaced sample if these are too many.
 
     Raises:
-        TraceError: A file is damaged, or the iterations have no action.
+        TraceError: A file is damaged, or the iterations have no actions.
     """
     ranks = sorted(run.ranks)
     chosen = np.array(_choose(run, iterations), dtype=np.int64)
@@ -216,7 +216,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = np.array([(header.dp_rank, header.tp_rank) for header in headers])
     members = [(pipelines == pipeline).all(axis=1) for pipeline in np.unique(pipelines, axis=0)]
-    # Steps are measured per pipeline, because the clocks of different pipelines may disagree.
+    # Measure steps within each pipeline, because the clocks of different pipelines may disagree.
     steps = [ends[:, ranks].max(axis=1) - begins[:, ranks].min(axis=1) for ranks in members]
     last = max(counts)
     return Measured(
@@ -238,10 +238,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """Returns the iterations to examine.
+    """Returns the iterations to read.
 
-    Unless the user names iterations, only complete ones without the first (warm-up). If these are
-    too many, an evenly spaced sample of them.
+    By default these are the complete ones without the first (warm-up), or an evenly spaced sample
+    if they are too many.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -259,24 +259,24 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
 
 
 def thinned(iterations: Ints, spans: int, most: int) -> Ints:
-    """Returns an evenly spaced sample of iterations that have about ``most`` spans together.
+    """Returns an evenly spaced sample of iterations with about ``most`` spans in total.
 
     Args:
-        iterations: Numbers of the iterations.
-        spans: Total number of spans in all these iterations.
-        most: Maximum number of spans in the sample; at least one iteration is returned anyway.
+        iterations: Numbers of the iterations to choose from.
+        spans: Total number of spans in these iterations.
+        most: Approximate maximum number of spans in the sample, which is at least one iteration.
     """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
 def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
-    """Writes the durations of a rank's actions into an array.
+    """Writes the durations of a rank's actions into ``action_ns``.
 
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
-        table: Spans of the rank.
-        iterations: Numbers of the iterations along the first axis, ascending.
+        table: All spans of the rank.
+        iterations: Numbers of the iterations in the order of the first axis, ascending.
     """
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
@@ -292,9 +292,9 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """Returns a header field that has one value per stage.
+    """Returns a header field that has a value per stage.
 
-    Empty if the headers lack the field, or if they do not agree.
+    Empty if the headers lack the field or do not agree on it.
     """
     values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
     stages = headers[0].num_ranks * headers[0].num_chunks
@@ -303,9 +303,9 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Returns the maximum error of the measured clock offsets in ns; 1 s if one was not measured.
+    """Returns the maximum error of the clocks' offsets in ns; 1 s if an offset was not measured.
 
-    The error of an offset is at most half of the fastest round trip to the reference clock.
+    The error of an offset is at most half of the fastest round-trip time to the reference clock.
     """
     clocks = run.alignment.clocks[1:]
     if not clocks:
@@ -314,35 +314,35 @@ def _clock_error(run: RunTrace) -> float:
 
 
 NORMAL = 1.4826
-"""Ratio of standard deviation to median absolute deviation for a normal distribution."""
+"""Ratio of standard deviation to median absolute deviation in a normal distribution."""
 
 FROM_END = 4
-"""Minimum number of values before and after a change in a series."""
+"""Minimum number of values in a series before and after a change."""
 
 PASSED = 6
-"""Minimum number of values in an interval that ends before the series does."""
+"""Minimum number of values in an interval that does not last to the end of the series."""
 
 TO_THE_END = 0.85
-"""Fraction of the best score at which an interval up to the end of the series is preferred."""
+"""Fraction of the best score from which an interval up to the end of the series is preferred."""
 
 APART = 0.2
-"""Minimum gap between the lower quartile inside an interval and the upper quartile outside.
+"""Minimum gap between the lower quartile inside an interval and the upper quartile outside it.
 
-In units of the rise, which is the difference between the two medians.
+The unit is the rise, which is the difference between the median inside and outside.
 """
 
 TAME = 1.75
-"""Number of standard deviations from the median beyond which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, to which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Describes an interval of a series in which the values are higher than elsewhere.
+    """Describes an interval of a series in which the values are higher than outside it.
 
     Attributes:
         inside: Indices of the values in the interval.
-        rise: Median inside the interval minus median outside.
-        score: Mean inside minus mean outside, in standard errors.
+        rise: Median of the values inside minus median of the values outside.
+        score: Mean inside minus mean outside, as a number of standard errors.
     """
 
     inside: slice
@@ -351,28 +351,28 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of all values except NaN, or NaN if there are none."""
+    """Returns the median of the values that are not NaN; NaN if there are none."""
     with warnings.catch_warnings():
-        # Slices that contain only NaN are expected; numpy would warn about each.
+        # Slices of NaN alone are expected, and numpy would warn about each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)
 
 
 def spread(values: Floats, axis: int | None = None) -> Any:
-    """Estimates the standard deviation from the median absolute deviation, ignoring NaN."""
+    """Estimates the standard deviation by the median absolute deviation; ignores NaN."""
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
 
 
 def tame_mean(values: Floats) -> Floats:
-    """Returns the mean over the last axis, with outliers clipped.
+    """Returns the mean over the last axis, after outliers were clipped.
 
-    This estimate is more exact than the median, and as robust to a few outliers.
+    This estimate has a smaller error than the median, and is as robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, NaN where a value is missing. Values are clipped to a distance from
-            the median that is the same for all ``n``.
+        values: ``[n, ..., m]``, NaN where a value is missing. Values are clipped at the same
+            distance from their median for all ``n``.
 
     Returns:
         ``[n, ...]``, NaN if all values are missing.
@@ -380,7 +380,7 @@ def tame_mean(values: Floats) -> Floats:
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        # Slices that contain only NaN are expected; numpy would warn about each.
+        # Slices of NaN alone are expected, and numpy would warn about each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
@@ -388,11 +388,11 @@ def tame_mean(values: Floats) -> Floats:
 def noise(series: Floats) -> float:
     """Estimates the standard deviation of the random noise in a series.
 
-    The estimate uses differences between neighbouring values, so that a jump or a slow drift of the
-    series does not increase it.
+    The estimate uses the differences between neighbouring values, so that a jump or slow drift of
+    the series does not raise it.
 
     Args:
-        series: ``[n]`` without NaN; for fewer than three values the result is 0.
+        series: ``[n]`` without NaN. With fewer than three values, the result is 0.
     """
     if len(series) < 3:
         return 0.0
@@ -400,11 +400,11 @@ def noise(series: Floats) -> float:
 
 
 def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
-    """Returns the first indices and the ends of all intervals that may contain a change.
+    """Returns the start and end indices of all intervals to try.
 
     Args:
         count: Number of values in the series.
-        ended: Whether to include intervals that end before the series does.
+        ended: Whether to include intervals that do not last to the end of the series.
     """
     begins = np.arange(FROM_END, count - FROM_END + 1)
     first, end = [begins], [np.full(len(begins), count)]
@@ -419,17 +419,17 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """Returns the interval in which a series is higher than elsewhere with the most certainty.
+    """Returns the interval in which a series is most certainly higher than outside it.
 
     Args:
         series: ``[n]`` without NaN.
-        floor: Minimum standard deviation to assume for the noise of the series.
+        floor: Minimum standard deviation to assume for the noise in the series.
         rise: Minimum rise of the interval (median inside minus median outside).
         score: Minimum score of the interval (difference of the means in standard errors).
 
     Returns:
-        The interval. ``None`` if the series is too short, if the values inside and outside overlap
-        too much, or if rise or score are below their minimum.
+        Best interval; ``None`` if the series is too short, if values inside and outside overlap too
+        much, or if its rise or score is below the minimum.
     """
     count = len(series)
     if count < 2 * FROM_END:
@@ -450,16 +450,15 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers can raise the mean. Therefore most values inside must be above most values
-    # outside.
+    # A few outliers can raise the mean. So most values inside must be above most values outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 
 
 def chance(deviations: float) -> float:
-    """Returns the probability that a value above 0 is no random effect, limited to 0.5..0.99.
+    """Returns the probability that a positive deviation is not a random effect, 0.5 to 0.99.
 
     Args:
-        deviations: The value in standard deviations.
+        deviations: Deviation as a number of standard deviations.
     """
     return min(0.99, max(0.5, 0.5 * (1 + math.erf(deviations / math.sqrt(2)))))

@@ -1,4 +1,4 @@
-"""Computes the time of a layer on each stage of a run, and the partition that fits these times."""
+"""Computes the time of a layer on each stage of a run, and the best partition for these times."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.adaptive.trace.diagnose.samples import Floats, Measured, middle
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Holds the time of a layer on each stage, and the time of embedding and loss.
+    """Holds the time of a layer, and of embedding and loss, on each stage.
 
     Attributes:
-        layer_ns: ``[stages]``, time of one layer for one microbatch in ns.
-        extra_ns: ``[stages]``, time of embedding and loss for one microbatch in ns.
+        layer_ns: ``[stages]``, time in ns of one layer for one microbatch.
+        extra_ns: ``[stages]``, time in ns of embedding and loss for one microbatch.
         rank_of: ``[stages]``, pipeline rank of each stage.
     """
 
@@ -43,9 +43,9 @@ class StageCosts:
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
-    """Estimates the time of a layer on each stage from the measured times of a run.
+    """Estimates the time of a layer on each stage from a run's measured times.
 
-    ``None`` if the number of layers per stage is unknown.
+    The result is ``None`` if the number of layers per stage is unknown.
     """
     if not m.layers or not sum(m.layers):
         return None
@@ -54,7 +54,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            # Data-parallel replicas wait for each other, so the slowest one is used.
+            # Data-parallel replicas wait for each other, so use the slowest one.
             stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
@@ -63,13 +63,13 @@ def stage_costs(m: Measured) -> StageCosts | None:
 def split_costs(
     stage_ns: Floats, layers_of: Sequence[int], work: Sequence[float], rank_of: Sequence[int]
 ) -> StageCosts:
-    """Splits each stage's time into the time of its layers and the time of embedding and loss.
+    """Splits each stage's time into that of its layers, and that of embedding and loss.
 
     Args:
-        stage_ns: ``[stages]``, time of a microbatch in ns.
-        layers_of: Number of layers of each stage; at least one stage has layers.
-        work: Expected time of each stage, expressed as an equivalent number of layers; empty if
-            unknown.
+        stage_ns: ``[stages]``, time in ns of a microbatch.
+        layers_of: Number of layers per stage; at least one stage has layers.
+        work: Expected computing time of each stage, expressed as an equivalent number of layers;
+            empty if unknown.
         rank_of: ``[stages]``, pipeline rank of each stage.
     """
     layers = np.array(layers_of, dtype=np.float64)
@@ -77,8 +77,8 @@ def split_costs(
     pure = (layers > 0) & (extra_work <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
-    # Time of a stage beyond that of its layers is attributed to embedding and loss, up to twice the
-    # planned amount. Any more means that the stage's layers are slow.
+    # Attribute the time beyond that of the stage's layers to embedding and loss, up to twice the
+    # planned amount. If there is more, the stage's layers are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )
@@ -87,10 +87,10 @@ def split_costs(
 
 
 def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of layers per stage for which the slowest rank is as fast as possible.
+    """Returns the number of layers per stage that makes the slowest rank as fast as possible.
 
-    Layers are assigned one by one (greedy algorithm). Each goes to the rank whose total time is
-    then lowest; a tie goes to the stage with the fewest layers.
+    Layers are assigned one by one (greedy algorithm). Each goes to the stage whose rank then has
+    the lowest total time; if there is a tie, to the stage with the fewest layers.
 
     Args:
         times: Time of a layer on each stage, and of embedding and loss.

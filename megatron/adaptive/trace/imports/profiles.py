@@ -1,13 +1,13 @@
 """Reads the traces of another program's run: torch.profiler's JSON or OpenTelemetry spans.
 
-A file of torch.profiler may be gigabytes large, so it is read as a stream. A byte search skips
-events of other categories, so that only named ranges and communication kernels are parsed. The name
-of a range shows the kind of operation (:data:`_COMPUTES`). A training loop without such names can
-add them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
-``"backward_step"`` around the backward pass. If a file has ranges on a GPU's timeline, these are
-used instead of the host's. The files do not state the microbatch of a message. So a received
-message is assigned to the next computation, and a sent one to the previous computation. The rest
-follows the rules for published tables, which ``published`` describes.
+A torch.profiler file may be gigabytes large, so it is read as a stream. A byte search skips events
+of other categories, so that only named ranges and communication kernels are parsed. The name of a
+range shows the kind of operation (:data:`_COMPUTES`). A training loop without such names can add
+them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
+``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to those of
+the host. The files do not state which microbatch a message belongs to. So a received message is
+assigned to the computation after it, and a sent message to the computation before it. All other
+rules are those for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM gives them (:data:`_SPANS`).
 """
@@ -54,7 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Names of ranges in torch.distributed.pipelining (as in torchtitan), Megatron-LM and DeepSpeed."""
+"""Names of ranges in torch.distributed.pipelining (used by torchtitan), Megatron-LM, DeepSpeed."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",
@@ -68,7 +68,7 @@ _LABEL = re.compile(r"PP:(\d{1,9})(SEND|RECV)_(F|B)(\d{1,9})")
 _RANK = re.compile(r"(?i)(?<![a-z])rank[_-]?(\d{1,9})")
 _WORKER = re.compile(r"(?i)^worker[_-]?(\d{1,9})\.")
 _DEFAULT_NAME = re.compile(r"(.+)\.\d+\.pt\.trace\.json(?:\.gz)?")
-"""Default file name of the profiler's trace handler: host and process id, then the time."""
+"""Default file name of torch.profiler's trace handler: HOST_PROCESS.TIME.pt.trace.json."""
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _DECORATION = re.compile(r"^\W+|\W+$")
 _BLANK = b"\xef\xbb\xbf \t\r\n"
@@ -89,7 +89,7 @@ _SPANS = {
     "grad_sync.finish": "grads-reduce-scatter",
     **{f"p2p.{e}_{w}": f"{w}-{e}" for w in ("forward", "backward") for e in ("recv", "send")},
 }
-"""Kind of operation for each Megatron-LM span name, without the prefix ``megatron.``."""
+"""Maps each Megatron-LM span name, without the prefix ``megatron.``, to a kind of operation."""
 _OUTER_SPANS = re.compile(
     r"(?:pretrain|train|forward_backward|grad_sync\.start|pp|model_init|startup|layer|activation"
     r"|evaluate|(?:save_|load_)?checkpoint)(?:\..*)?"
@@ -113,19 +113,19 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains a range or kernel of a known kind of operation. Unknown numbers are -1.
+    """Contains one operation of a rank, from a range or kernel of the file. -1 means unknown.
 
     Attributes:
-        kind: Kind of operation as in a published table, or ``send``, ``recv`` or ``both`` for a
-            message of unknown direction.
-        category: Category of the event (``cat`` in the file), such as a range or a kernel.
-        start: Start in nanoseconds.
+        kind: Kind of operation as in a published table. A message of unknown direction (forward or
+            backward) has ``send``, ``recv``, or ``both`` if the side is unknown too.
+        category: Category of the event (``cat`` in the file): a range or a kernel, on host or GPU.
+        start: Start time in nanoseconds.
         length: Duration in nanoseconds.
-        stage: Number of the stage.
-        microbatch: Number of the microbatch in its step.
-        root: Lowest rank of a collective's group.
-        step: Number of the training step.
-        seq: Number of the operation among the operations of the same kind in the step.
+        stage: Index of the pipeline stage.
+        microbatch: Index of the microbatch in its step.
+        root: Lowest rank of a collective's process group.
+        step: Index of the training step.
+        seq: Index of the operation among those of the same kind in its step.
     """
 
     kind: str
@@ -140,25 +140,25 @@ class _Event:
 
     @property
     def direction(self) -> str:
-        """Returns the first part of the kind, such as ``forward`` or ``backward``."""
+        """First part of the kind, such as ``forward`` or ``backward``."""
         return self.kind.split("-")[0]
 
 
 @dataclass
 class _RankFile:
-    """Contains what was read from the file of a rank.
+    """Contains what was read from the trace file of one rank.
 
     Attributes:
         path: Path of the file.
         rank: Global rank, -1 if unknown.
         world_size: Number of ranks in the job, 0 if unknown.
-        groups: Ranks in the rank's process groups, by kind of parallelism: ``pp``, ``dp``, ``tp``.
-        base_ns: Offset that is added to all times, in nanoseconds.
+        groups: Maps ``pp``, ``dp`` and ``tp`` to the ranks in this rank's group of that kind.
+        base_ns: Base time of the file in nanoseconds; the times of its events are relative to it.
         events: Ranges and kernels whose kind of operation is known.
-        steps: Number, category and start time of each step that the profiler marked.
-        unknown: Number of ranges with each unrecognized name.
-        left_out: Number of events that were left out, by reason and then by name.
-        is_cut: Whether the file is incomplete: ends in the middle of its content.
+        steps: (Number, category, start time) of each step that the profiler marked.
+        unknown: Counts ranges whose name is not recognized, by name.
+        left_out: Counts the events that were left out, by reason and then by name.
+        is_cut: Whether the file is incomplete, because its end is missing.
         sizes: Pipeline, tensor-parallel and data-parallel size, empty if unknown.
         only_group: Lowest rank of the process group if the file lists only one, otherwise -1.
         process: Host and process id from a default file name, otherwise the file name.
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is left out of the trace, for the notes."""
+        """Counts an event that is left out of the trace; the run's caveats report it later."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -203,12 +203,12 @@ class _Span:
 
 
 def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
-    """Reads a job's traces, or returns ``None`` if there are none of a known format.
+    """Reads a job's traces; returns ``None`` if ``source`` has no file in a known format.
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
-        pipeline: Number of pipeline ranks, for files that do not state it. Then the ranks of a
-            stage are assumed to be consecutive, as in Megatron-LM.
+        pipeline: Number of pipeline ranks, or ``None`` to take it from the files. If given, the
+            ranks of a stage are assumed to be consecutive, as in Megatron-LM.
 
     Raises:
         TraceError: If a file cannot be read, the files are of two jobs, or no range is named like a
@@ -262,15 +262,15 @@ def _listed(names: Counter[str]) -> str:
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether a file is only a list of events in Chrome's format, without a head."""
+    """Returns whether the file is a bare list of events in Chrome's format, without a head."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
-    """Merges the files of each process, and returns one entry for each rank.
+    """Merges the files of each process and returns one entry for each rank.
 
-    Files that do not state their rank get the remaining ranks, in the order of file names. Numbers
-    in file names are compared as numbers.
+    Files that do not state their rank get the unused ranks, in the natural order of the file names
+    (``rank2`` before ``rank10``).
     """
     by_process: dict[tuple[str, int], _RankFile] = {}
     for file in sorted(files, key=lambda file: (_first_ns(file), file.path.name)):
@@ -299,7 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends a later file of the same process; its steps are numbered after the earlier ones."""
+    """Appends a later file of the same process, and renumbers its steps after the earlier steps."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -312,7 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields decompressed parts of a file, and notes in ``is_cut`` if its end is missing."""
+    """Yields the file's bytes in parts, decompressed; sets ``is_cut`` if the end is missing."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -356,8 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations, which are left out. Step -1 stands
-                # for them.
+                # Spans between two steps belong to evaluations, which are left out. Give these
+                # spans the step -1.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -374,7 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns an attribute as a whole number. Its name may have a prefix that ends in a dot."""
+    """Returns an attribute as an integer. Its name may have a prefix that ends in a dot."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -386,8 +386,8 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
     """Yields the OpenTelemetry spans in a file.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
-    of the console exporter. The latter has spans of one or several lines each, mixed with lines of
-    a log.
+    of the console exporter. In the latter, a span covers one or several lines, and other lines of a
+    log may lie between spans.
     """
     for text in _objects(file):
         try:
@@ -413,7 +413,7 @@ def _unix_ns(clock: str) -> int:
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object in a file: a line, or all lines between two braces."""
+    """Yields the text of each JSON object in a file, which covers one line or several lines."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -460,7 +460,7 @@ def _read(path: Path) -> _RankFile:
             ]
             tokens.append(b'"name' + space + b"nccl")
             has_head = True
-        # Keep the last event for the next part of the file, because the event may continue there.
+        # Keep the last event, which may be incomplete, and parse it with the next chunk.
         cut = held.rfind(b"{", 0, max(held.rfind(b'"ph"'), 0))
         if cut > 0:
             _take_events(file, held[:cut], tokens, decode)
@@ -474,7 +474,7 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the head of a file (the part before its events), and the rank in the file name.
+    """Reads the rank and the job's sizes from the file's head (before the events) and file name.
 
     Raises:
         TraceError: If a value in the head is impossible.
@@ -508,7 +508,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
 
 
 def _whole(value: Any, limit: int) -> int:
-    """Converts a value to a whole number between -1 and ``limit``.
+    """Converts a value to an integer from -1 to ``limit``.
 
     Raises:
         ValueError: If the value is out of range, or text that is not a number.
@@ -523,15 +523,15 @@ def _whole(value: Any, limit: int) -> int:
 def _take_events(
     file: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
 ) -> None:
-    """Reads the events in a part of a file.
+    """Reads the events in one chunk of a file.
 
     Args:
-        file: File of the rank, to which the events are added.
-        data: Content of the part, which begins with an event.
-        tokens: Byte strings that occur in the events to read. An event without any of them is
+        file: File of the rank; the events are added to it.
+        data: Bytes of the chunk, starting at the beginning of an event.
+        tokens: Byte strings that mark the events to read. An event that contains none of them is
             skipped.
         decode: Function that decodes the JSON object at the beginning of a text.
-        is_cut: Whether this is the last part of an incomplete file.
+        is_cut: Whether this is the last chunk of an incomplete file.
     """
     starts = set()
     for token in tokens:
@@ -587,8 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # NCCL uses the same kernel to send, to receive and to do both, so other data must show which it
-    # is.
+    # NCCL uses one kernel to send, to receive and to do both, so the kernel's name does not show
+    # the direction. The event's arguments may.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -598,10 +598,10 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
 
 
 def _ns(microseconds: Any) -> int:
-    """Converts the time of an event from microseconds to nanoseconds.
+    """Converts an event's time from microseconds to nanoseconds.
 
     Raises:
-        ValueError: If the time is too large to be true.
+        ValueError: If the time is implausibly large.
     """
     time_ns = round(float(microseconds) * 1e3)
     if abs(time_ns) > MOST_NS:
@@ -625,7 +625,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Returns a rank's pipeline rank, the pipeline size, and the rank's replica."""
+    """Returns a rank's pipeline rank, the number of pipeline ranks, and the rank's replica."""
     world = max(file.world_size, file.rank + 1)
     group = file.groups.get("pp", [])
     if pipeline is not None:
@@ -678,7 +678,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns all operations of a rank, and those that are computations."""
+    """Returns all operations of a rank, and separately those that are computations."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -713,9 +713,9 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each event and label, from the marks of steps on the same timeline.
+    """Sets the step of each event and label from the step marks on the same timeline.
 
-    If there are no marks, each optimizer call ends a step.
+    If there are no step marks, each optimizer call ends a step.
     """
     steps = sorted((start, number) for number, category, start in file.steps if category == line)
     if not steps:
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns messages that have no span of their own, because one call sends and receives.
+    """Returns messages without their own span, which exist if one call both sends and receives.
 
     Their times are estimated: the wait for an input begins at the end of the previous computation,
     and a result is sent at the end of its computation.
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Returns the computations that are not nested in one of their kind, numbered per step."""
+    """Returns computations not nested in one of the same kind, and numbers them within the step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -768,16 +768,16 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Returns the messages, each with the direction and number of its computation.
+    """Returns the messages, each with the direction and number of the computation it belongs to.
 
     A received message without a label belongs to the next computation, a sent one to the previous.
-    If an input arrives within the range of its computation, the computation is taken to begin at
-    the arrival.
+    If an input arrives during its computation's range, the computation's start is moved to the
+    arrival.
 
     Args:
         end: Side of the messages, ``send`` or ``recv``.
         messages: Messages of the rank, ordered by start.
-        labels: Named ranges around messages, which are used only if there is one for each message.
+        labels: Named ranges around messages; used only if there are as many labels as messages.
         computes: Computations of the rank, ordered by start.
     """
     starts = [event.start for event in computes]

@@ -1,8 +1,8 @@
-"""Reads a table of a training job's operations in a published format, and writes traces.
+"""Reads tables of a training job's operations in a published format, and writes runs as traces.
 
 A table is a Parquet or CSV file with a row per operation and the columns :data:`COLUMNS`. For a
-computation the table states the microbatch. Messages are only numbered: the n-th input that a rank
-received belongs to the n-th of its computations that need one.
+computation, the table states the microbatch. Messages only have numbers: the n-th input that a rank
+received belongs to the n-th of its computations that need an input.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration",
 """Required columns of a table.
 
 They are: replica, pipeline rank, global rank, iteration, kind of operation, start and duration in
-seconds. The last one numbers the operations of the same kind, step and rank.
+seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
 
-They are: chunk on the rank, chunk in the model, microbatch, and lowest rank of a collective's
-group. Without the first two, each rank has one chunk.
+They are: index of the chunk on its rank, index of the chunk in the model, microbatch, and lowest
+rank of a collective's group. Without the first two, each rank has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
@@ -61,7 +61,7 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains a row of a table, in the order of the columns, with times in nanoseconds."""
+    """Contains a row of a table: :data:`COLUMNS`, then :data:`OPTIONAL`; times are in ns."""
 
     dp_rank: int
     stage: int
@@ -78,10 +78,10 @@ class OperationRow(NamedTuple):
 
 
 def read_table(path: Path) -> RunTrace:
-    """Reads the trace of a run from a file with a table.
+    """Reads the trace of a run from the file of a table.
 
     Raises:
-        TraceError: If the file cannot be read, or the table lacks a column or contradicts itself.
+        TraceError: If the file cannot be read, or the table lacks a column or is inconsistent.
         SetupError: If the file is Parquet and pyarrow is not installed.
     """
     try:
@@ -127,18 +127,15 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
 
 
 def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
-    """Makes the trace of a run from a table's columns.
+    """Converts the columns of a table to the trace of a run.
 
     Args:
-        columns: Columns as arrays or sequences, by the names in :data:`COLUMNS` and
-            :data:`OPTIONAL`.
+        columns: Arrays or sequences by the names in :data:`COLUMNS` and :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
-        world_size: Number of ranks in the job. If ranks in the table are higher, the highest rank
-            plus one is used.
+        world_size: Minimum number of ranks in the job; more if the table has higher ranks.
 
     Raises:
-        TraceError: If a column is missing or has an impossible value, or the table contradicts
-            itself.
+        TraceError: If a column is missing or has an impossible value, or the table is inconsistent.
     """
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
@@ -180,9 +177,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Shifts the times of ranks whose clock seems to differ; returns start times and notes.
 
-    A rank's clock seems to differ if its first step begins far from that of the others.
-
-    All arguments are columns of the table; times are in nanoseconds.
+    A rank's clock seems to differ if the rank's first step begins far from that of the others. All
+    arguments are columns of the table, with times in nanoseconds.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -204,7 +200,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step behind the previous one, because every step of a table may begin at 0."""
+    """Shifts each step to begin after the previous one, as steps of a table may all begin at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -220,12 +216,12 @@ def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
 
 
 class _Table:
-    """Converts the rows of a table into trace spans.
+    """Converts the rows of a table to trace spans.
 
     Args:
-        table: Columns of whole numbers, by name.
-        kind_names: Names of the kinds of operations.
-        kind: Kind of each row, as an index into ``kind_names``.
+        table: Columns of integers, by name.
+        kind_names: Names of the kinds of operation that occur.
+        kind: Kind of operation in each row, as an index into ``kind_names``.
         start_ns: Start of the operation in each row, in nanoseconds.
         duration: Duration of the operation in each row, in nanoseconds.
     """
@@ -265,10 +261,10 @@ class _Table:
         Args:
             origin: Path of the table, for error messages.
             world_size: Minimum number of ranks in the job.
-            notes: Remarks about the table for the user, one line each.
+            notes: Notes about the table for the user, one line each; extended.
 
         Raises:
-            TraceError: If the table has no computations, or contradicts itself.
+            TraceError: If the table has no computations, or is inconsistent.
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
@@ -310,7 +306,7 @@ class _Table:
         return replace(run, caveats=tuple(notes))
 
     def _blocks(self, rows: Ints, spans: TraceTable) -> dict[int, dict[int, TraceTable]]:
-        """Returns the spans by worker and iteration. ``rows`` has the table row of each span."""
+        """Returns the spans by worker and iteration. ``rows`` is the table row of each span."""
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[rows]))
         worker = self._worker[rows][order]
         spans = spans.take(order)
@@ -323,7 +319,7 @@ class _Table:
         return blocks
 
     def _rows(self, *names: str) -> Ints:
-        """Returns the rows of these kinds of operations, ordered by step, rank and number."""
+        """Returns the rows of the given kinds, ordered by step, rank and ``seq_id``."""
         kinds = [index for index, name in enumerate(self._kind_names) if name in names]
         rows = np.flatnonzero(np.isin(self._kind, kinds))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -331,7 +327,7 @@ class _Table:
         return ordered
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """Returns which rank holds which stage, and checks that chunks and stages agree."""
+        """Returns the placement of stages on ranks; checks that the columns agree with it."""
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
@@ -341,7 +337,7 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises a ``TraceError`` if the same computation occurs twice."""
+        """Raises a ``TraceError`` if the table contains the same computation twice."""
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -353,7 +349,7 @@ class _Table:
             )
 
     def _check_microbatches(self, computes: Ints) -> None:
-        """Numbers microbatches by their order, unless the table has unique numbers for them."""
+        """Numbers the microbatches in order, unless the table has a unique number for each."""
         keys = [self._step, self._worker, self._kind, self._chunk]
         columns = [*(key[computes] for key in keys), self._microbatch[computes]]
         is_unique = (find_rows(columns, columns) == np.arange(len(computes))).all()
@@ -363,7 +359,7 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns all spans, each with its table row. A received message has two spans."""
+        """Returns all spans and the table row of each. A received message gets two spans."""
         parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
@@ -411,13 +407,13 @@ class _Table:
         return np.concatenate(row_parts), TraceTable.concat(span_parts)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """Pairs a rank's n-th message in a step with its n-th computation. Both are ordered."""
+        """Pairs a rank's n-th message in each step with its n-th computation; both are in order."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         partner = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of a pipeline rank in each worker's pipeline, -1 if missing."""
+        """Returns the global rank of a pipeline rank in each worker's pipeline; -1 if missing."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
@@ -425,7 +421,7 @@ class _Table:
         return np.where(index >= 0, self._ranks[index], -1)
 
     def _roots(self, name: str, rows: Ints) -> Ints:
-        """Returns the lowest rank in each collective's process group, -1 if unknown."""
+        """Returns the lowest rank of each collective's process group; -1 if unknown."""
         worker = self._worker[rows]
         pp_rank = self._pp_rank[worker]
         dp_rank = self._dp_rank[worker]
@@ -443,7 +439,7 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes the trace of a run into a folder, with a file per rank.
+    """Writes the trace of a run into a folder, as one file per rank.
 
     Raises:
         TraceError: If the folder already contains traces, or cannot be written.

@@ -1,9 +1,9 @@
 """Draws a trace in several forms, the values of ``trace --format``.
 
-- ``view``      what a view is, and how it is found
+- ``view``      interface of a view, and search for views
 - ``formats``   the views of this package, a module each, which may call one of the modules below
 - ``palette``   the colours shared by the views
-- ``workbook``  ``.xlsx`` with timelines, tables of measured quantities, and charts
+- ``workbook``  ``.xlsx`` with timelines, tables of statistics, and charts
 - ``picture``   ``.png`` of a step, for papers
 - ``page``      one self-contained ``.html`` page with a timeline to zoom in
 - ``perfetto``  ``.json.gz`` for the viewers Perfetto and chrome://tracing

@@ -2,14 +2,14 @@
 
 The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
 nothing else. Its timeline has a row per rank with actions and waits, and arrows from sends to
-receives. It can also show the ideal step, in which no rank is slower than others, and the size of
-the activations in memory. A slider selects the iteration. The page of a large run contains only
-some iterations and replicas, so that it opens quickly, and lists what was left out.
+receives. The page can also show the ideal step, in which no rank is slower than others, and the
+size of the activations in memory. A slider selects the iteration. Of a large run, the page contains
+only some iterations and replicas, so that it opens quickly; it lists what was left out.
 
-A page contains at most :data:`MAX_SPANS` spans. If there are more, the page contains fewer
+A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
 iterations. If a single step has too many, its shortest spans are left out. The visible spans are
-drawn as bars. If they are too many for bars, the page shows what fraction of the time each kind
-takes (``page_draw.js``).
+drawn as bars. If they are too many, the page draws the fraction of the time that each kind takes
+instead (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
-"""Maximum number of spans in a page, which then stays below 30 MB."""
+"""Maximum number of spans in a page; its file is then smaller than 30 MB."""
 MAX_ACTIONS = 40_000
-"""Maximum number of actions in a step for which the ideal step is simulated and drawn too."""
+"""Maximum number of actions in a step for which the page also contains the ideal step."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Contains the rows that the page shows at the same time: the ranks of a replica, or all ranks.
+    """Contains the rows that a page shows at the same time: the ranks of a replica, or all ranks.
 
     Attributes:
-        name: Name by which the reader selects the group.
-        labels: Text in front of each row.
-        traces: Trace of each row's rank, ``None`` if it was not recorded.
+        name: Name by which the user selects the group on the page.
+        labels: Label of each row.
+        traces: Trace of each row's rank; ``None`` if it was not recorded.
     """
 
     name: str
@@ -80,25 +80,25 @@ def write_page(
     labels: Mapping[int, str] | None = None,
     nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
-    """Writes the page of a run, replacing the file.
+    """Writes the page of a run; replaces an existing file.
 
     Args:
         run: Trace of the run.
         target: Path of the ``.html`` file.
-        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
-        dp_rank: Data-parallel replica to show; ``None`` lets this module choose some replicas.
-        figures: Measured quantities (step time, idle time and so on) of all ranks in these
-            iterations; computed if ``None``.
-        labels: Text for each row by global rank. If given, one chart shows all these ranks, instead
-            of a chart per replica.
-        nodes: Numbers of the chart's rows by name of their node, so that the reader can select a
-            node. Only used with ``labels``.
+        iterations: Numbers of the iterations to show; of a large run, only some of them are shown.
+        dp_rank: Data-parallel replica to show; ``None`` for all, or some if there are many.
+        figures: Statistics of all ranks in these iterations (step time, idle time and so on);
+            computed if ``None``.
+        labels: Row label of each global rank to show. If given, all these ranks are in one chart,
+            instead of a chart per replica.
+        nodes: Row numbers of the ranks on each node, by the node's name, so that the user can
+            select a node. Only used with ``labels``.
 
     Returns:
-        Notes on what the page leaves out, one line each.
+        Lines that state what the page leaves out.
 
     Raises:
-        TraceError: If an iteration or the replica does not exist or has no records, or the file
+        TraceError: If an iteration or the replica does not exist or has no actions, or the file
             cannot be written.
     """
     for iteration in iterations:
@@ -116,8 +116,8 @@ def write_page(
     return notes
 
 
-# JSON escapes of unprintable characters. Another backslash is put before each, so that the page
-# shows the escape itself instead of the character.
+# JSON escapes of unprintable characters. One more backslash before each makes the page show the
+# escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -131,15 +131,15 @@ def write_html(
     blocks: Iterable[tuple[str, Any]],
     scripts: Sequence[str],
 ) -> None:
-    """Writes a self-contained page, replacing the file.
+    """Writes a self-contained HTML page; replaces an existing file.
 
     Args:
         target: Path of the ``.html`` file.
         title: Title of the browser window.
         package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: ``NAME`` of the template, in which ``{{blocks}}`` is replaced by data and scripts.
-        blocks: Id and content of each block of data. The content is written as JSON.
+        name: ``NAME`` of the template, whose ``{{blocks}}`` is replaced by the data and scripts.
+        blocks: (Id, content) of each block of data. The content is written as JSON.
         scripts: File names of the scripts, in the order in which they run after plotly.js.
 
     Raises:
@@ -177,7 +177,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the data for the page's summary of the whole run."""
+    """Returns the data that describe the whole run: title, kinds, groups and iterations."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
@@ -208,7 +208,7 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the data block of each group and iteration; adds lines to the notes."""
+    """Yields (id, data block) of each group and iteration; adds lines to ``notes``."""
     num_short = 0
     num_unsimulated = 0
     for index, iteration in enumerate(iterations):
@@ -235,15 +235,15 @@ def _block(
     Args:
         run: Trace of the run.
         iteration: Number of the iteration.
-        group: Ranks whose spans the block contains.
-        budget: Maximum number of bars in the block.
-        bubble: Fraction of the step in which ranks are idle, as the mean over the group's ranks.
+        group: Group of ranks whose spans the block contains.
+        budget: Maximum number of bars (drawn spans) in the block.
+        bubble: Idle fraction of the step, as the mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
     rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
-    # The range that the page shows first ends after the optimizer update that follows the step.
+    # The page first shows the time up to the end of the optimizer step.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
     head = {
@@ -261,7 +261,7 @@ def _block(
     ideal = TraceTable.concat(list((ideal_tables or {}).values()))
     first_ns = int(ideal.start_ns.min()) if ideal_tables else 0
     last_ns = int(ideal.end_ns.max()) if ideal_tables else 0
-    # Times in the page are multiples of this unit, chosen so that they fit into 32 bits.
+    # Times in the page are multiples of ``unit_ns``, so that they fit into 32 bits.
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     lower = rows_of([(ideal_tables or {}).get(rank, nothing) for rank in present], run.num_chunks)
     bars = span_columns(lower, len(tables), first_ns, unit_ns)
@@ -280,11 +280,11 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Returns when an iteration starts and ends and how long its actions take, in nanoseconds.
+    """Returns the start and end of an iteration, and the time from its first to its last action.
 
     Returns:
-        Start of the first action, end of the last bar, and time from the first action's start to
-        the last action's end.
+        Start of the first action, end of the last bar, and time from the start of the first action
+        to the end of the last, all in nanoseconds.
     """
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     bars = rows["start"]
@@ -296,11 +296,11 @@ def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, in
 
 
 MAX_ITERATIONS = 20
-"""Maximum number of iterations that a page contains."""
+"""Maximum number of iterations in a page."""
 SLOWEST = 4
-"""Number of the slowest iterations, which a page always includes."""
+"""Number of slowest iterations that a page always contains."""
 MAX_REPLICAS = 4
-"""Maximum number of replicas to draw. Of more, only the first and the slowest are drawn."""
+"""Maximum number of replicas to draw; if a run has more, only the first and the slowest."""
 
 
 def choose(
@@ -310,18 +310,17 @@ def choose(
     dp_rank: int | None,
     labels: Mapping[int, str] | None,
 ) -> tuple[list[int], list[_Group], list[str]]:
-    """Chooses which iterations and replicas a page shows.
+    """Chooses the iterations and replicas that a page shows.
 
     Args:
         run: Trace of the run.
-        figures: Measured quantities of the run, such as step times.
-        iterations: Numbers of the iterations to show. The page of a large run shows some of them.
-        dp_rank: Data-parallel replica to show; ``None`` chooses some replicas.
-        labels: Text for each row by global rank, as in :func:`write_page`.
+        figures: Statistics of the run, such as step times.
+        iterations: Numbers of the iterations to choose from.
+        dp_rank: Data-parallel replica to show; ``None`` to choose from all replicas.
+        labels: Row label of each global rank, as in :func:`write_page`, or ``None``.
 
     Returns:
-        Chosen iterations in ascending order; groups of ranks; notes on what was left out, one line
-        each.
+        Chosen iterations in ascending order; groups of ranks; lines that state what is left out.
 
     Raises:
         TraceError: If nothing was recorded in these iterations.
@@ -370,7 +369,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest ones, and others at equal distances."""
+    """Returns up to ``most`` iterations: the slowest ones, and others that are evenly spaced."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -380,7 +379,7 @@ def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[in
 
 
 def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
-    """Returns all replicas, or only the first and the slowest if they are many."""
+    """Returns all replicas, or only the first and the slowest if there are many."""
     if len(present) <= MAX_REPLICAS:
         return tuple(present)
     steps = [figures.step_ns[:, figures.dp_rank == d].max(axis=1).mean() for d in present]
@@ -388,10 +387,10 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
 
 
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
-    """Returns a block of data for the page: compressed columns, and values to write as JSON.
+    """Returns a block of data for the page: compressed columns, and values for JSON.
 
     Args:
-        columns: Columns of whole numbers below 2^53, by name.
+        columns: Columns of integers below 2^53, by name.
         head: Other values of the block, by name.
     """
     most = np.iinfo("int32").max
@@ -399,7 +398,7 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Columns with wide elements come first, so that each column begins at a multiple of its width.
+    # Write columns with wide elements first, so that each begins at a multiple of its element size.
     ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
@@ -409,15 +408,15 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
 def span_columns(
     rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of bars for the page.
+    """Returns the columns of bars (drawn spans) in the page's units.
 
-    The additional column ``offset`` has the index of each row's first bar.
+    One more column, ``offset``, contains the index of each row's first bar.
 
     Args:
-        rows: Columns of bars as returned by :func:`rows_of`.
+        rows: Columns of bars from :func:`rows_of`.
         num_rows: Number of rows in the chart.
-        start_ns: Time that is 0 in the page, in nanoseconds.
-        unit_ns: Unit of all times in the page, in nanoseconds.
+        start_ns: Time at the page's time 0, in nanoseconds.
+        unit_ns: Unit of the page's times, in nanoseconds.
     """
     columns = {name: column for name, column in rows.items() if name != "row"}
     columns["offset"] = np.searchsorted(rows["row"], np.arange(num_rows + 1))
@@ -431,13 +430,13 @@ def span_columns(
 def message_columns(
     messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of messages between rows, in the order in which they were sent.
+    """Returns the columns of messages between rows, ordered by the time at which they were sent.
 
     Args:
         messages: Messages of one iteration.
-        row_of: Row number of each global rank.
-        start_ns: Time that is 0 in the page, in nanoseconds.
-        unit_ns: Unit of all times in the page, in nanoseconds.
+        row_of: Maps each global rank to the index of its row.
+        start_ns: Time at the page's time 0, in nanoseconds.
+        unit_ns: Unit of the page's times, in nanoseconds.
     """
     order = np.argsort(messages.sent_ns, kind="stable")
     rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
@@ -466,16 +465,15 @@ _SPAN_COLUMNS = (
 
 
 def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
-    """Returns the bars for the spans of some ranks; messages and whole steps have none.
+    """Returns the bars to draw for spans; messages and spans of whole steps have none.
 
     Args:
-        tables: Spans of one iteration, as a table for each row.
+        tables: Spans of one iteration, with a table for each row of the chart.
         num_chunks: Number of chunks per rank.
 
     Returns:
         Columns of bars, ordered by row and start: ``row``, ``start`` (nanoseconds on the trace's
-        clock), ``length`` (nanoseconds), ``category``, and those columns of the tables that the
-        page shows.
+        clock), ``length`` (nanoseconds), ``category``, and the other columns in ``_SPAN_COLUMNS``.
     """
     rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     table = TraceTable.concat(tables)
@@ -494,14 +492,14 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns up to ``budget`` bars, the longest ones, and the number of bars left out."""
+    """Returns the ``budget`` longest bars (or all), and the number of bars left out."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns each span's index in :func:`categories`, -1 for spans without a bar."""
+    """Returns each span's index in :func:`categories`; -1 for spans without a bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

@@ -1,9 +1,9 @@
 """Defines the colours of the views: F (forward) blue, B (backward) green, W orange, idle grey.
 
-The number of the chunk sets the lightness of an action, from dark (chunk 0) to light. The hues can
-be distinguished with the common kinds of colour blindness, in which blue stays blue and this green
-looks yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle
-time without a recorded wait is grey.
+An action's lightness depends on the number of its chunk, from dark (chunk 0) to light. People with
+the common kinds of colour blindness can distinguish the hues: blue stays blue, and this green looks
+yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle time
+without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text for each cause of a wait (``Span.reason``). The empty cause stands for all others."""
+"""Legend text for each cause of a wait (``Span.reason``). The empty cause means any other."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",
@@ -44,14 +44,14 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend. Of more chunks the legend lists evenly spaced ones."""
+"""Maximum number of chunks in the legend; if there are more, it lists evenly spaced ones."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """Returns an action's fill colour as ``RRGGBB``, distinct for up to about a hundred chunks."""
+    """Returns an action's fill colour as ``RRGGBB``, different for up to about a hundred chunks."""
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -64,12 +64,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait, or an empty text if the cause has no colour of its own."""
+    """Returns the cause of a wait; an empty text if the cause has no colour of its own."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns a span's fill colour as ``RRGGBB``; ``None`` stands for other idle time."""
+    """Returns a span's fill colour as ``RRGGBB``, or that of idle time for ``None``."""
     if span is None:
         return IDLE
     if span.action == "wait":
@@ -78,7 +78,7 @@ def fill_of(span: Span | None, num_chunks: int) -> str:
 
 
 def text_color(fill: str) -> str:
-    """Returns white or nearly black as ``RRGGBB``, whichever has more contrast on ``fill``."""
+    """Returns white or almost black as ``RRGGBB``, whichever has more contrast with ``fill``."""
     channels = [int(fill[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -87,14 +87,14 @@ def text_color(fill: str) -> str:
 
 @dataclass(frozen=True)
 class Category:
-    """Describes a category of spans that have the same colour.
+    """Describes a category: spans that are drawn in the same colour.
 
     Attributes:
-        name: Text in the legend.
-        color: Colour in the syntax of CSS.
+        name: Text of the category in the legend.
+        color: Colour in CSS syntax.
         kind: Kind of span from ``trace_format.KINDS``, or ``other``.
-        chunk: Number of an action's chunk, -1 for other spans.
-        cause: Cause of a wait, empty for other spans.
+        chunk: Index of the chunk for an action, -1 for other spans.
+        cause: Cause for a wait, empty for other spans.
         in_legend: Whether the legend lists the category.
     """
 

@@ -1,15 +1,15 @@
 """Writes spans (named time intervals) as a file for ui.perfetto.dev and chrome://tracing.
 
-In these viewers each rank appears as a process, with threads for computations, waits, sends,
-inputs, data and the step. A flow (an arrow) leads from each send to the input at the receiver. The
-last thread shows the computations of the ideal step, in which no rank is slower than others.
-Counters show the size of activations in bytes, microbatches in flight and queued inputs. Times are
-in microseconds on the run's common clock, and the first span starts at 0.
+In these viewers, each rank appears as a process, with threads for the step, computations,
+collectives, data, waits, inputs and sends. A flow (an arrow) leads from each send to the input at
+the receiver. The last thread shows the computations of the ideal step, in which no rank is slower
+than others. Counters show the size of the activations in bytes, the microbatches in flight and the
+queued inputs. Times are in microseconds on the run's common clock, and the first span starts at 0.
 
-The rules of the format have these consequences. Slices (drawn spans) of a thread must nest, so
-spans that overlap in another way are on additional threads of the same name. The end of a flow is
-attached to the slice that is open on its thread at its time. So a slice lasts at least a nanosecond
-and is written before its flow. Process and thread ids are above 0, because 0 is the idle process.
+The format has the following rules. Slices (drawn spans) of a thread must nest, so spans that
+overlap otherwise are on additional threads of the same name. The end of a flow is attached to the
+slice that is open on its thread at that time. So a slice lasts at least a nanosecond and is written
+before its flow. Process and thread ids are above 0, because 0 is the idle process.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -48,9 +48,9 @@ THREADS: dict[str, tuple[str, ...]] = {
     "inputs": ("receive",),
     "sends": ("send",),
 }
-"""Kinds of spans that each thread shows. Threads are displayed in this order."""
+"""Kinds of spans on each thread. Viewers show the threads in this order."""
 LANES = 10_000
-"""Number of thread ids reserved per rank for each entry of :data:`THREADS`."""
+"""Number of thread ids that each rank reserves per entry of :data:`THREADS`."""
 
 
 Event = dict[str, Any]
@@ -62,7 +62,7 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Writes the spans of some iterations, replacing the file.
+    """Writes the spans of some iterations; replaces an existing file.
 
     The file is compressed if its name ends in ``.gz``.
 
@@ -73,7 +73,7 @@ def write_perfetto(
         dp_rank: Data-parallel replica whose ranks are written; ``None`` for all.
 
     Returns:
-        Notes on what was left out to limit the file to :data:`MAX_SPANS` spans, one line each.
+        Lines that state what was left out to stay within :data:`MAX_SPANS` spans.
 
     Raises:
         TraceError: If an iteration or the replica does not exist or has no spans, or the file
@@ -91,15 +91,15 @@ def write_perfetto(
 def perfetto_events(
     run: RunTrace, iterations: Sequence[int], ranks: Iterable[int] | None = None
 ) -> Iterator[Event]:
-    """Yields the events of some iterations, in the trace event format.
+    """Yields the events of some iterations in the Trace Event Format.
 
     Args:
         run: Trace of the run.
         iterations: Numbers of the iterations to convert.
-        ranks: Global ranks to convert, ``None`` for all.
+        ranks: Global ranks to convert; ``None`` for all.
 
     Yields:
-        Events. The events of a thread are ordered by time, a slice before the slices nested in it.
+        Events; those of a thread are ordered by time, and a slice comes before slices nested in it.
     """
     chosen_ranks = sorted(run.ranks if ranks is None else ranks)
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in chosen_ranks]
@@ -126,13 +126,13 @@ def perfetto_events(
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans ordered by start. Of those with the same start, the longest is first."""
+    """Returns spans ordered by start; of spans with the same start, the longest comes first."""
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
-    """Writes the JSON text of a file, with one event per line."""
+    """Writes the JSON text of a file, one event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),
@@ -152,7 +152,7 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns as many iterations and ranks as the limit allows, and notes on what was left out."""
+    """Returns the iterations and ranks within the limit of spans, and notes on those left out."""
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -178,7 +178,7 @@ def _within_limit(
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that name a rank's process and place it at position ``index``."""
+    """Yields the events that name a rank's process and set its position, ``index``."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -199,13 +199,13 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread id that is unique over all processes and differs from all process ids."""
+    """Returns a thread id that no other process's thread has, and that is no process id."""
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads whose overlapping spans are independent, so that none is drawn nested in another."""
+"""Threads on which spans that overlap are independent, so that none is nested in another."""
 
 
 def _thread(
@@ -216,16 +216,15 @@ def _thread(
     origin_ns: int,
     flows: dict[tuple[Any, ...], Event],
 ) -> Iterator[Event]:
-    """Yields a thread's slices and their flows, on several threads if slices overlap.
+    """Yields the slices and flows of a thread, on several threads if slices overlap.
 
     Args:
         rank: Global rank.
         number: Index of the thread in :data:`THREADS`.
         name: Name of the thread.
-        slices: Spans in the order of :func:`_by_start`, each with its name, category and arguments.
-        origin_ns: Time that is 0 in the file, in nanoseconds.
-        flows: Flows that have not been yielded yet, from which this function removes those that it
-            yields.
+        slices: Spans in the order of :func:`_by_start`, each with its name, category, arguments.
+        origin_ns: Time at the file's time 0, in nanoseconds.
+        flows: Flows that have not been yielded yet; those that this function yields are removed.
     """
     spans = [span for span, _ in slices]
     lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
@@ -250,12 +249,11 @@ def _ideal(span: Span) -> Event:
 
 
 def _slice(span: Span, lengths: Lengths) -> Event:
-    """Returns the name, category and arguments with which a span is displayed.
+    """Returns the name, category and arguments with which viewers show a span.
 
     Args:
-        span: Span to display.
-        lengths: Sequence lengths of the microbatches in the span's iteration, empty if all are
-            equal.
+        span: Span to show.
+        lengths: Sizes of the microbatches in the span's iteration; empty if all are equal.
     """
     kind = span.action
     arguments: dict[str, Any] = {"iteration": span.iteration}
@@ -296,14 +294,14 @@ def _name(span: Span) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Assigns each span to the first lane (thread) in which it overlaps none or is nested.
+    """Assigns each span to the first lane (thread) where it overlaps no other span or nests in one.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
-        may_nest: Whether a span may be nested in another span of the same lane.
+        may_nest: Whether a span may nest in another span of the same lane.
     """
     lanes: list[int] = []
-    # For each lane, the ends of the spans that are open, the innermost span last.
+    # For each lane, the end times of the open spans; the innermost span is last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -322,11 +320,11 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Converts nanoseconds to microseconds, from which a viewer gets the same nanoseconds.
+    """Converts nanoseconds to microseconds, so that a viewer gets the same nanoseconds back.
 
-    Divided by 1000, a time may become slightly too small as a float. If a viewer truncates the
-    value, the slice begins a nanosecond early and overlaps the previous one, and viewers discard
-    such slices.
+    After division by 1000, a time may be slightly too small as a float. If a viewer truncates it,
+    the slice begins a nanosecond early and overlaps the previous slice. Viewers discard such
+    slices.
     """
     ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
@@ -337,7 +335,7 @@ def _microseconds(times_ns: Sequence[int]) -> list[float]:
 
 
 def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
-    """Returns both ends of each message's flow, by rank, kind of span and message."""
+    """Returns the start and end of each message's flow, by rank, kind of span and message."""
     ends: dict[tuple[Any, ...], Event] = {}
     names = ("source", "target", "iteration", "chunk", "microbatch", "of")
     columns = [getattr(messages, name).tolist() for name in names]
@@ -352,15 +350,15 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
 
 
 def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
-    """Yields the counters (activation memory, queued inputs and so on) at each action's start."""
+    """Yields the values of the counters (activation memory, queued inputs, ...) at each action."""
     last: dict[str, int] = {}
     iteration = -1
     in_flight = 0
     times = _microseconds([action.start_ns - origin_ns for action in actions])
     for action, time in zip(actions, times, strict=True):
         if action.iteration != iteration:
-            # Restart from 0, because an interrupted iteration leaves forward passes without a
-            # backward pass.
+            # An interrupted iteration leaves forward passes without a backward pass, so restart
+            # from 0.
             iteration = action.iteration
             in_flight = 0
         in_flight = max(0, in_flight + {"F": 1, "B": -1}.get(action.action, 0))

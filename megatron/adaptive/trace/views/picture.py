@@ -1,4 +1,4 @@
-"""Draws pictures of a step (time to the right, a row per rank) and maps of slow ranks.
+"""Draws pictures of a step (time to the right, a row per rank), and maps of lost time.
 
 Waits have a tint that depends on their cause; other idle time is grey.
 """
@@ -38,37 +38,37 @@ DPI = 150
 WIDTH_IN = 14.0
 MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
-"""Width of a short action in inches. To reach it the picture gets wider, up to ``MAX_WIDTH_IN``."""
+"""Desired width of a short action in inches. The picture gets wider, up to ``MAX_WIDTH_IN``."""
 AROUND_IN = 1.5
-"""Total height of what is above and below the rows, in inches."""
+"""Total height in inches of the parts of the picture above and below the rows."""
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
-"""Maximum number of rows with a height of ``ROW_IN_FEW`` inches. More rows are lower."""
+"""Maximum number of rows with the height ``ROW_IN_FEW``; more rows have less height each."""
 MAX_ROWS_IN = 100.0
-"""Maximum height of all rows together in inches, as viewers are limited to 65,536 pixels."""
+"""Maximum total height of the rows in inches, because viewers are limited to 65,536 pixels."""
 BAR = 0.80
-"""Height of a bar as a fraction of its row. The rest is the gap to the next bar."""
+"""Height of a bar as a fraction of its row; the rest is the gap to the next row's bar."""
 INK = "#1F2328"
 FAINT = "#6B6B70"
 DIGIT_EM = 0.64
 """Width of a digit as a multiple of the font size."""
 DIGIT_HEIGHT_EM = 1.15
 SMALLEST_PT = 4.5
-"""Smallest font size of the text in a bar, in points. Text that would be smaller is left out."""
+"""Minimum font size of the text in a bar, in points; smaller text is left out."""
 UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is turned by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""Causes of waits that last less than the step time divided by this are not in the legend."""
+"""A wait's cause is in the legend if such a wait takes more than the step time divided by this."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
-    """Writes a picture of a step as ``.png`` or in another format of matplotlib.
+    """Writes a picture of a step as ``.png`` or in another format that matplotlib supports.
 
     Args:
         step: Step to draw.
-        path: Path of the file. Its ending, such as ``.png``, sets the format.
+        path: Path of the file. Its ending, such as ``.png``, determines the format.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -87,13 +87,11 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # The bars and texts drawn from here on lie within the axes, so the layout is not computed
-    # again.
+    # The bars and texts drawn below lie within the axes, so the layout need not be computed again.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # Edges are thin compared with the bars, because wider edges would hide the bars of a dense
-    # chart.
+    # Use edges that are thin compared with the bars, or they would hide the bars of a dense chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
     _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
@@ -148,7 +146,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws bars, given by start, length and colour ``RRGGBB``, with white edges in a row."""
+    """Draws bars (start, length, colour ``RRGGBB``) with white edges in a row."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -163,7 +161,7 @@ def _write_texts(
 ) -> None:
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
-    For each kind of action, all texts have the same font size and direction. They are turned by 90
+    All texts of a kind of action have the same font size and direction. They are turned by 90
     degrees if they would otherwise be too small.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
@@ -174,7 +172,7 @@ def _write_texts(
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
-        # The common size is chosen so that the text fits into nine tenths of the bars.
+        # Choose the common size so that the text fits into nine tenths of the bars.
         turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
         sizes = upright if turned else along
         common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
@@ -224,11 +222,11 @@ PANEL_ROW_IN, PANEL_TITLE_IN = 0.16, 0.42
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
-    """Writes a picture with a panel for each simulated step, replacing the file.
+    """Writes a picture with a panel for each simulated step; replaces an existing file.
 
     Args:
-        steps: Title and simulated step of each panel, from the top.
-        path: Path of the file. Its ending, such as ``.png``, sets the format.
+        steps: Title and simulated step of each panel, from top to bottom.
+        path: Path of the file. Its ending, such as ``.png``, determines the format.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -259,7 +257,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 
 MAX_HEAT_ROWS = 64
-"""Maximum number of ranks in a map of lost time. Of more ranks the slowest are drawn."""
+"""Maximum number of ranks in a map of lost time; if there are more, the slowest are drawn."""
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
@@ -267,8 +265,8 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
 
     Args:
         run: Trace of the run.
-        answers: Result of ``what_if`` for the run.
-        path: Path of the ``.png`` file, which is replaced.
+        answers: Result of the what-if analysis (``what_if``) of the run.
+        path: Path of the ``.png`` file, which is replaced if it exists.
 
     Raises:
         TraceError: If the file cannot be written.

@@ -1,9 +1,9 @@
 """Defines views of a trace, the values of ``trace --format``, and finds them.
 
-A view is a function under :func:`trace_view`. A view of this package is in a module of the folder
-``formats``, and is found there. Your own view can be anywhere: give
-``--format package.module:name``. A package can also publish its views as entry points of the group
-``megatron_adaptive.views``, which are selected by name.
+A view is a function decorated with :func:`trace_view`. The modules of the folder ``formats``
+contain the views of this package, which need no registration. Your own view can be
+anywhere: give ``--format package.module:name``. A package can also publish its views as entry
+points of the group ``megatron_adaptive.views``, which are selected by name.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ENTRY_POINTS = "megatron_adaptive.views"
 
 @dataclass(frozen=True, kw_only=True)
 class ViewInput:
-    """Contains what a view shows: the user's choice of run, iterations and ranks.
+    """Contains the input of a view: the run, iterations and ranks that the user chose.
 
     Attributes:
-        run: Traced run.
-        step: Actions of the iteration to draw.
-        iterations: Iterations that the figures cover, ascending. They include the drawn iteration.
-        dp_rank: Data-parallel replica that the user chose. ``None`` without a choice; then the
+        run: Trace of the run.
+        step: Actions and waits of the iteration to draw.
+        iterations: Numbers of the iterations in ``figures``, ascending; include the drawn one.
+        dp_rank: Data-parallel replica that the user chose; ``None`` without a choice. Then the
             first replica is drawn.
     """
 
@@ -48,7 +48,7 @@ class ViewInput:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Figures of the drawn replica, computed from the trace on first use."""
+        """Statistics of the drawn replica's ranks; computed from the trace on first use."""
         from megatron.adaptive.trace.metrics import run_figures
 
         traces = self.run.replica(self.step.dp_rank)
@@ -58,15 +58,15 @@ class ViewInput:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Describes a view, one value of ``--format``.
+    """Describes a view, which is one of the values of ``--format``.
 
     Attributes:
         name: Name of the view on the command line.
-        ending: End of the file's name, which follows the name that all views of a run share, such
-            as ``.xlsx``. Empty if the view is printed instead of written to a file.
+        ending: End of the file's name, such as ``.xlsx``. All views of a run share the part before
+            it. Empty if the view is printed instead of written to a file.
         summary: Short description of the view for help texts.
         function: Function that writes or returns the view; see :func:`trace_view`.
-        is_own: Whether the view is a user's own, that is, not part of this package.
+        is_own: Whether the view is a user's own, so that it is not part of this package.
     """
 
     name: str
@@ -76,17 +76,17 @@ class View:
     is_own: bool = False
 
     def show(self, shown: ViewInput, stem: Path) -> str:
-        """Writes the view to its file, and returns a description and notes, a line each.
+        """Writes the view to its file, and returns a description and notes, one line each.
 
-        A view without a file is returned itself, as text.
+        If the view has no file, its text is returned instead.
 
         Args:
-            shown: The user's choice of run, iterations and ranks.
+            shown: Run, iterations and ranks that the user chose.
             stem: Path of the file without its ending.
 
         Raises:
-            TraceError: The run lacks something, the file cannot be written, or a user's own
-                function raised an error.
+            TraceError: The run lacks what the view needs, the file cannot be written, or a user's
+                own function raised an error.
         """
         path = Path(f"{stem}{self.ending}")
         try:
@@ -110,17 +110,17 @@ class View:
 def trace_view(
     *, ending: str, summary: str, name: str = ""
 ) -> Callable[[Callable[..., Any]], View]:
-    """Makes a view from a function.
+    """Returns a decorator that makes a view from a function.
 
-    The function takes a :class:`ViewInput`, and the :class:`~pathlib.Path` of the file that it
-    writes. It returns a line about the content of the file, such as ``iteration 5 drawn``, or
-    several lines if it also has notes, or ``None``. With an empty ``ending``, the function takes
-    only the :class:`ViewInput`, and returns the text to print, or the lines of it.
+    The function takes a :class:`ViewInput`, and the :class:`~pathlib.Path` of the file to write. It
+    returns a line about the content of the file, such as ``iteration 5 drawn``, or several lines if
+    it also has notes, or ``None``. With an empty ``ending``, the function takes only the
+    :class:`ViewInput`, and returns the text to print, or its lines.
 
     Args:
         ending: End of the file's name, such as ``.csv``; empty for a view that is printed.
         summary: Short description of the view for help texts.
-        name: Name of the view on the command line, for a view of this package. Others leave it out.
+        name: Name of the view on the command line; only for views of this package.
     """
     return lambda function: View(
         name=name or f"{function.__module__}:{function.__name__}",
@@ -132,7 +132,7 @@ def trace_view(
 
 
 def built_in_views() -> dict[str, View]:
-    """Returns the views of this package by name: all that the modules of ``formats`` contain."""
+    """Returns the views of this package by name, from all modules of ``formats``."""
     from megatron.adaptive.trace.views import formats
 
     values = [value for module in modules_in(formats) for value in vars(module).values()]
@@ -141,7 +141,7 @@ def built_in_views() -> dict[str, View]:
 
 
 def find_views(names: Iterable[str]) -> tuple[View, ...]:
-    """Returns the views that the user chose, without duplicates.
+    """Returns the views with the given names, without duplicates.
 
     Args:
         names: Names of views of this package, names of entry points, or ``package.module:name`` of
@@ -158,7 +158,7 @@ def find_views(names: Iterable[str]) -> tuple[View, ...]:
 
 
 def refuse_shared_files(views: Sequence[View]) -> None:
-    """Raises ``ConfigError`` if two of some views would write the same file."""
+    """Raises ``ConfigError`` if two of the given views would write the same file."""
     by_ending: dict[str, View] = {}
     for view in views:
         other = by_ending.setdefault(view.ending, view)

@@ -1,14 +1,14 @@
-"""Writes the trace of a pipeline as an Excel workbook with these sheets.
+"""Writes the trace of a pipeline as an Excel workbook with the following sheets.
 
 - *order*       the actions of one iteration in the order in which they ran, wide enough to read
 - *time*        the same actions on a time scale
 - *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
                 first for the drawn iteration, then the mean over all iterations of the workbook
 - *iterations*  per iteration: step time, bubble, waits
-- *charts*      Excel's own charts of the last two sheets, which follow changes of their cells
+- *charts*      Excel's own charts of the last two sheets, which follow changes in their cells
 
-The workbook shows one replica, and names the replica if there are several. Columns, merged cells
-and styles are made in ways that stay fast for charts of hundreds of thousands of cells.
+The workbook shows one replica, and states which if there are several. Columns, merged cells and
+styles are written in ways that stay fast for charts of hundreds of thousands of cells.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ TITLE_ROW = 1
 TIME_ROW = 2
 FIRST_ROW = 3
 PATCH_COLUMNS = 8
-"""Width of a colour sample in the legend, in columns."""
+"""Width of a colour sample in the legend, as a number of columns."""
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Width in columns of a short action in the sheet *order*, so that its text fits."""
+"""Width in columns of a short action in the sheet *order*, so that most actions fit their text."""
 MAX_BINS = 600
 """Maximum number of time columns in the sheet *time*."""
 
@@ -64,9 +64,9 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. For a longer run, iterations are skipped."""
+"""Maximum number of rows in the sheet *iterations*; of a longer run, every n-th is shown."""
 MAX_RANK_COLUMNS = 256
-"""Maximum number of ranks in the sheet *iterations*. Each rank has a column."""
+"""Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
 
 MS = "0.000"
 COUNT = "#,##0"
@@ -75,7 +75,7 @@ HEAD_ROW = 2
 HEAD_HEIGHT = 44
 """Height of a header row in points, enough for three lines of text."""
 PART_COLUMN = 5
-"""First of the columns with the parts of the step in the sheet *summary*."""
+"""Number of the first column in the sheet *summary* that shows a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -91,7 +91,7 @@ _Column = tuple[str, str, Floats]
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """Describes a range of columns in a row that shows one action, wait or idle time.
+    """Describes a range of columns in a row, which shows one action, wait or idle time.
 
     Attributes:
         start: First column of the range; 0 is the first time column.
@@ -106,13 +106,13 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class Chart:
-    """Contains a step divided into columns that each stand for the same time.
+    """Contains a step drawn on a grid, in which every column stands for the same time.
 
     Attributes:
         unit_ns: Time per column, in nanoseconds.
-        num_columns: Number of columns in the longest row. Other rows with a trace are padded to
-            this length.
-        rows: Cells of each pipeline rank without gaps between them; empty for a rank without a
+        num_columns: Number of columns in the longest row; the rows of other ranks with a trace are
+            padded to it.
+        rows: Cells of each pipeline rank, without gaps between them; empty for a rank without a
             trace.
     """
 
@@ -124,13 +124,13 @@ class Chart:
 def write_workbook(
     run: RunTrace, step: PipelineStep, figures: RunFigures, target: str | os.PathLike[str]
 ) -> None:
-    """Writes a run's workbook, replacing the file.
+    """Writes the workbook of a run; replaces an existing file.
 
     Args:
-        run: Trace of the run. Its notes are written below the summary.
-        step: Iteration to draw.
-        figures: Measured quantities of the ranks in the step's pipeline, for the iterations that
-            the workbook covers. They must include ``step.iteration``.
+        run: Trace of the run. Its notes (caveats) are written below the summary.
+        step: Step (iteration) to draw.
+        figures: Statistics of the ranks in the step's pipeline for all iterations that the workbook
+            covers, including ``step.iteration``.
         target: Path of the ``.xlsx`` file.
 
     Raises:
@@ -161,9 +161,9 @@ def write_workbook(
 def lay_out(step: PipelineStep) -> Chart:
     """Places a step on a grid of columns, wide enough for the text of most actions.
 
-    A tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action has at
-    least one column, so a row extends to the right of its true time if many actions are shorter
-    than a column.
+    Up to a tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action
+    has at least one column. So a row is longer than its true time if many actions are shorter than
+    a column.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -172,11 +172,10 @@ def lay_out(step: PipelineStep) -> Chart:
 
 
 def fill_bins(step: PipelineStep) -> Chart:
-    """Divides a step into at most :data:`MAX_BINS` columns of equal time.
+    """Draws a step on a grid of at most :data:`MAX_BINS` columns of equal time.
 
-    The time per column is 1, 2 or 5 times a power of ten, in nanoseconds.
-
-    A column shows the action or wait at the middle of its time.
+    The time per column is 1, 2 or 5 times a power of ten, in nanoseconds. A column shows the action
+    or wait that is running at the middle of the column's time.
     """
     powers = (10**power for power in range(19))
     units = (factor * power for power in powers for factor in (1, 2, 5))
@@ -190,12 +189,12 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Places spans on columns of equal time.
+    """Places spans on a grid of columns of equal time.
 
     Args:
         rows: Spans of each rank, ordered by start.
         unit_ns: Time per column, in nanoseconds.
-        num_columns: Minimum number of columns of the chart.
+        num_columns: Minimum number of columns in the chart.
         least: Minimum number of columns per span.
     """
     cells_of = [list(_cells(row, unit_ns, least)) for row in rows]
@@ -222,7 +221,7 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*. Columns beyond the maximum that Excel allows are cut off."""
+    """Adds the sheet *order*. Columns beyond Excel's maximum are cut off."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -255,16 +254,16 @@ def _draw(
     column_width: float,
     tick: int,
 ) -> int:
-    """Draws a chart with a row per rank and time to the right into a sheet.
+    """Draws a chart into a sheet, with a row per rank and time to the right.
 
     Args:
         sheet: Sheet to fill.
         step: Step that the chart shows.
-        chart: Cells of the step, as placed on columns.
+        chart: Grid of cells that shows the step.
         title: Text in the first row of the sheet.
-        about: Explanation in the first line of the legend.
+        about: Explanation of the cells, for the first line of the legend.
         column_width: Width of a time column, in characters.
-        tick: Number of columns from one time in the header to the next.
+        tick: Number of columns between two times in the header.
 
     Returns:
         Number of the row below the legend of actions.
@@ -273,8 +272,8 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # The width of all columns is set with one record for the range, because a record per column
-    # would be 16,384 records.
+    # Set the width of all columns with one record for the range; a record per column would be up to
+    # 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -323,7 +322,7 @@ def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, num_chunk
 def _patch(
     sheet: Worksheet, row: int, start: int, color: str, label: str, text: str | None = None
 ) -> None:
-    """Draws a labelled colour sample that begins at time column ``start``."""
+    """Draws a labelled colour sample that begins at column ``start`` of the time axis."""
     sheet.cell(row, 1, label)
     _merge(sheet, row, start, start + PATCH_COLUMNS)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + start, text)
@@ -335,9 +334,9 @@ def _patch(
 def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
     """Merges columns ``start .. end - 1`` of a row.
 
-    The range is added directly to the sheet's set of merged ranges. The sheet's own method makes an
-    object for each covered cell and compares every pair of ranges, which takes minutes for a wide
-    chart.
+    The range is added directly to the sheet's set of merged ranges. openpyxl's ``merge_cells()``
+    makes an object for each covered cell and compares every pair of ranges, which takes minutes for
+    a wide chart.
     """
     if end - start > 1:
         first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
@@ -438,7 +437,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom, so the axis is reversed to put the first rank on top.
+    # Excel draws the first row at the bottom; reverse the axis to put the first rank on top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
     chart.y_axis.number_format = "0"
@@ -480,7 +479,7 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """Returns the columns of *summary*: mean or maximum over some iterations for each rank."""
+    """Returns the columns of *summary*: each rank's means and maxima over the given iterations."""
 
     def mean(values: Floats) -> Floats:
         is_recorded = figures.num_actions[rows] > 0
@@ -511,7 +510,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with the mean and standard deviation of each action's time per chunk."""
+    """Yields columns with mean and standard deviation of the times of F, B and W in each chunk."""
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])
@@ -534,7 +533,7 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a table with a title into a sheet and returns the row below the table."""
+    """Writes a titled table into a sheet and returns the number of the row below it."""
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)
@@ -567,7 +566,7 @@ def _mean(values: Floats) -> float:
 
 
 def _plain(value: float) -> float | int | None:
-    """Converts a number for a cell: to ``int`` if it is whole, to ``None`` if it is NaN."""
+    """Converts a number to a cell's value: ``int`` if it is whole, ``None`` if it is NaN."""
     number = float(value)
     if np.isnan(number):
         return None

@@ -3,16 +3,16 @@
 Every figure comes from a simulation of the recorded steps in which some durations are replaced. The
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
 (forward, backward and so on). The ideal duration of a message or collective is the median of its
-kind. In the ideal step, where all durations are ideal, no rank is slower than others. The slowdown
-of a group, such as a rank, is a ratio of two simulated step times. In the first the group has its
-recorded durations and all others have ideal ones; the second is the ideal step. The gain of a
+kind. In the ideal step all durations are ideal, so no rank is slower than others. The slowdown that
+a group (such as a rank) causes is a ratio of two simulated step times. For the first, the group has
+its recorded durations and all others have ideal ones; the second is the ideal step. The gain of a
 repair is the fraction of the step time that is saved if only the durations that the repair changes
-are replaced. An operation in the simulation starts when those that it depends on have ended,
-without the delays of the host (CPU) between operations.
+are replaced. In the simulation, an operation starts when all operations that it depends on have
+ended. Delays of the host (CPU) between operations are left out.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
-long sequences. Here the length of a microbatch is how many times as long as usual its actions take,
-the median over stages and kinds of work. Lengths are treated like any other group.
+long sequences. Here the length of a microbatch is the time of its actions relative to the usual
+time, as the median over stages and kinds of work. Lengths are treated like any other group.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from megatron.adaptive.trace.whatif.replay import recorded_times, rule_saves_s
 SPANS_AT_ONCE = 1_000_000
 """Maximum number of trace spans that are read at once, unless one step has more."""
 SETS_AT_ONCE = 8
-"""Number of variants (sets of durations) of the steps that are simulated at once."""
+"""Number of sets of durations with which the steps are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
-"""Fraction of the ranks that count as the slowest ones (at least one rank does)."""
+"""Fraction of all ranks that is counted as the slowest ranks; it is at least one rank."""
 SHOWN = 5
 """Number of the worst ranks, and of the worst links, whose slowdown is computed."""
 SLOW = 1.05
-"""Minimum slowdown for which a cause is named and its share of the slowdown is printed."""
+"""Minimum slowdown for the report to name a cause and print each cause's share."""
 CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be named."""
 WORTH = 0.002
 """Minimum fraction of the step time that a repair must save to be listed."""
 REPLAYED = 4
-"""Number of steps that are simulated under other schedules."""
+"""Maximum number of steps that are simulated under each other schedule."""
 RECORDED_SPAN_S = 1e-6
-"""CPU time of recording and writing a trace span, measured with the trace recorder."""
+"""CPU time in seconds to record and write one trace span, measured with the trace recorder."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Describes a change that would make the run faster, and by how much.
+    """Describes a change that would make the run faster, and the time it would save.
 
     Attributes:
         description: Short text that says what is changed.
-        flag: Command-line flags that make the change, or advice in words.
+        flag: Command-line flags that make the change, or advice if there is no flag.
         step_s: Mean step time with the change, in seconds.
         gain: Fraction of the simulated step time that the change saves.
     """
@@ -88,32 +88,32 @@ class Repair:
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """Contains the what-if analysis of a run.
+    """Contains the results of the what-if analysis of a run.
 
     Attributes:
-        where: Pipeline rank, replica and stages of each recorded rank.
+        where: Maps each recorded rank to its pipeline rank, replica and stages.
         iterations: ``[steps]``, number of each analyzed step (iteration).
-        recorded_s: ``[steps]``, recorded time of each step in seconds, from the first start to the
-            last end of an operation.
-        simulated_s: ``[steps]``, step time in seconds when simulated with the recorded durations,
-            without delays of the host between operations.
-        ideal_s: ``[steps]``, step time in seconds when simulated with the ideal durations.
-        slowdowns: Slowdown that each group causes, by type of group and then by name of the group.
-            Types are ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length``
-            of microbatches.
-        by_step: The same slowdowns for each step, ``[steps]``, for the types ``stage``, ``replica``
-            and ``kind``.
+        recorded_s: ``[steps]``, recorded time of each step in seconds, from the start of the first
+            operation to the end of the last.
+        simulated_s: ``[steps]``, time of each step in seconds, simulated with the recorded
+            durations but without delays of the host between operations.
+        ideal_s: ``[steps]``, time of each step in seconds, simulated with the ideal durations.
+        slowdowns: Slowdown caused by each group, by type and then name of the group. Types are
+            ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length`` of
+            microbatches.
+        by_step: ``[steps]``, slowdown in each step, by type and then name of the group. Types are
+            ``stage``, ``replica`` and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
             as others (Mw in the paper).
         last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
             as others (Ms in the paper).
         length_share: Fraction of the slowdown that would vanish if all microbatches took equally
             long.
-        slowest: Slowest ranks, those of ``worker_share``, as indices into ``where.ranks``.
+        slowest: Indices into ``where.ranks`` of the slowest ranks, those of ``worker_share``.
         cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
-            ``mixed`` if no single cause explains enough of the loss.
+            ``mixed`` if no single cause explains enough of the slowdown.
         repairs: Possible repairs, the one that saves most time first.
-        notes: Reservations about the result, one line each.
+        notes: Caveats about the result, one line each.
     """
 
     where: Pipelines
@@ -140,8 +140,8 @@ class WhatIf:
     def launch_slowdown(self) -> float:
         """Returns the mean recorded step time divided by the mean simulated one.
 
-        The difference from 1 is the error of the simulation, mainly delays of the host that it
-        leaves out.
+        A value other than 1 is the error of the simulation, mainly due to the delays of the host
+        that it leaves out.
         """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
@@ -213,7 +213,7 @@ class WhatIf:
         return "\n".join(lines)
 
     def _format_shares(self) -> str:
-        """Returns the line of text on how much of the slowdown each repair would remove."""
+        """Returns a line of text that states how much of the slowdown each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
             return (
                 "  compared with the mean there is no slowdown to share out; see the repairs below"
@@ -230,10 +230,10 @@ class WhatIf:
 
 
 def _format_share(share: float) -> str:
-    """Returns a fraction as a percentage, or ``none`` or ``all`` if it is outside 0% to 100%.
+    """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
 
-    The fraction may be below 0 or above 1, because a repair replaces durations by the mean of the
-    whole run. So a repaired step may be slower than the recorded one, or faster than the ideal one.
+    Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
+    So a repaired step may be slower than the recorded one, or faster than the ideal one.
     """
     if round(share, 2) <= 0:
         return "none"
@@ -242,14 +242,13 @@ def _format_share(share: float) -> str:
 
 @dataclass(eq=False)
 class _Part:
-    """Contains the operations of the steps that are simulated together, with their dependencies.
+    """Contains the operations of steps that are simulated together, with their dependencies.
 
     Attributes:
-        ops: Operations of these steps.
-        graph: Dependencies of the operations.
+        ops: Operations of the steps.
+        graph: Dependencies between these operations.
         ideal_s: ``[operations]``, ideal duration of each operation in seconds.
-        length: ``[operations]``, duration of the operation's microbatch relative to the usual
-            duration, which is 1.
+        length: ``[operations]``, time of the operation's microbatch relative to the usual time.
     """
 
     ops: Operations
@@ -258,9 +257,9 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns ``[operations]``: number of each operation's stage, replica, rank, kind or link.
+        """Returns ``[operations]``: index of each operation's stage, replica, rank, kind or link.
 
-        Operations that are no messages have the link -1.
+        Operations other than messages have the link -1.
         """
         ops = self.ops
         where = ops.where
@@ -281,11 +280,11 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations (steps) to analyze; by default those for which the
-            trace of the first replica is complete.
+        iterations: Numbers of the iterations (steps) to analyze. ``None`` for all those of which
+            the first replica's trace is complete.
 
     Raises:
-        TraceError: If no step can be simulated, or the trace contradicts itself.
+        TraceError: If no step can be simulated, or the trace's order of operations is impossible.
     """
     where = pipelines_of(run)
     chosen = sorted(set(run.iterations if iterations is None else iterations))
@@ -311,7 +310,7 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
 
 def what_if_table(table: Any) -> Any:
-    """Computes the what-if analysis of a table of operations, instead of a trace.
+    """Computes the what-if analysis of a table of operations instead of a trace.
 
     Args:
         table: Pandas ``DataFrame``, or dict of columns by name. The columns are those of
@@ -347,7 +346,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Divides the iterations into groups of up to :data:`SPANS_AT_ONCE` spans."""
+    """Splits the iterations into groups of at most :data:`SPANS_AT_ONCE` spans each."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -363,13 +362,13 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function from a part to durations in seconds, ``[operations]``, some of them replaced."""
+"""Function that returns durations in seconds, ``[operations]``, with some of them replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
-    """Multiplies computing times by the lengths of microbatches (``power`` 1), or divides (-1).
+    """Multiplies (``power`` 1) or divides (-1) computing times by the lengths of microbatches.
 
-    The results are scaled so that the sum over all computations of a step stays the same.
+    The results are then scaled, so that the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -380,12 +379,12 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Uses recorded durations for one stage, replica, rank, kind or link, ideal ones elsewhere."""
+    """Takes recorded durations for one stage, replica, rank, kind or link, ideal ones elsewhere."""
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Uses ideal durations for some stages, ranks or kinds, recorded ones elsewhere."""
+    """Takes ideal durations for the given stages, ranks or kinds, recorded ones elsewhere."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
@@ -393,13 +392,13 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Describes how a step is simulated under another schedule.
+    """Describes a schedule with which a recorded step is simulated.
 
     Attributes:
         name: Name of the schedule, ``1f1b`` or ``adaptive``.
         chunks: Number of chunks per rank.
-        is_dealt: Whether microbatches are assigned to replicas by their lengths, so that all
-            replicas take equally long.
+        is_dealt: Whether microbatches are reassigned to replicas by their lengths, so that all
+            replicas take about equally long.
     """
 
     name: str
@@ -408,7 +407,7 @@ class _Schedule:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs, the one that saves most time first."""
+    """Returns the repairs, starting with the one that saves most time."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -417,7 +416,7 @@ def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> 
 
 
 class _Answers:
-    """Simulates the steps of a run with all replacements of durations that the analysis needs."""
+    """Simulates the steps of a run with every set of durations that the analysis needs."""
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
@@ -432,7 +431,7 @@ class _Answers:
         """Runs all simulations and returns the whole analysis.
 
         Args:
-            notes: Reservations about the result, one line each.
+            notes: Caveats about the result, one line each.
         """
         where = self._where
         steps = self._simulate(self._groups())
@@ -489,9 +488,9 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Returns the durations to simulate, by type and name of the group that stays as recorded.
+        """Maps each group's type and name to durations in which only that group is as recorded.
 
-        The first two are the recorded step (``simulated``) and the ideal step.
+        The first two entries are the recorded step (``simulated``) and the ideal step.
         """
         where = self._where
         sets: dict[tuple[str, str], Durations] = {
@@ -527,7 +526,7 @@ class _Answers:
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
         """Returns the mean step time with a repair, in seconds.
 
-        Under a run-time scheduling rule the repair also changes the order of actions.
+        Under a run-time scheduling rule, a repair also changes the order of actions.
         """
         part = self._parts[-1]
         iterations = np.unique(part.ops.iteration).tolist()
@@ -548,7 +547,7 @@ class _Answers:
         return step_s
 
     def _measure_cells(self) -> None:
-        """Computes the mean time of F, B and W in seconds, ``[ranks, chunks, 3]``."""
+        """Computes the mean time in seconds of F, B and W, as ``[ranks, chunks, 3]``."""
         shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
         total = np.zeros(shape)
         number = np.zeros(shape)
@@ -557,8 +556,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If all ranks of a replica take longer, the reason is long microbatches, so divide by this
-        # factor to get the ranks' own speed.
+        # If all ranks of a replica take longer, the reason is long microbatches. Divide by this
+        # factor to get the speed of the ranks themselves.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -569,18 +568,18 @@ class _Answers:
         self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
     def _stage_sum_s(self) -> Floats:
-        """Returns each pipeline rank's time for one F, B and W in seconds, median of replicas."""
+        """Returns each pipeline rank's time for one F, B and W in seconds: median over replicas."""
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
+        """Returns the index in ``[ranks, chunks, 3]`` of each computation's mean time."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch, 1 if it has none.
+        """Returns the relative length of each operation's microbatch; 1 for operations without one.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -595,7 +594,7 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[int]:
-        """Returns the links with the longest total delay, numbered as in ``_Part.column``."""
+        """Returns the links with the largest total delay, as indices that ``_Part.column`` uses."""
         late: dict[int, float] = {}
         for part in self._parts:
             links, index = np.unique(part.column("link"), return_inverse=True)
@@ -621,7 +620,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Returns, by description of a repair, its flags or advice and the repaired durations."""
+        """Maps each repair's description to its flags (or advice) and the repaired durations."""
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -661,13 +660,13 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Uses recorded durations; a rank's factor multiplies those of its computations."""
+        """Takes recorded durations and multiplies a rank's computing times by the rank's factor."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that makes all stages equal, and the factor of each rank's work."""
+        """Returns the flag that makes stages equal, and each rank's factor of computing time."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -693,7 +692,7 @@ class _Answers:
             return {}
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Simulate short and long steps: the middle one of each quarter of the steps sorted by
+        # Choose short and long steps: the middle step of each quarter, with the steps sorted by
         # duration.
         quantiles = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
@@ -750,12 +749,12 @@ class _Answers:
         slowest: int,
         repairs: Sequence[Repair],
     ) -> str:
-        """Returns the cause whose repair would remove most of the slowdown.
+        """Returns the cause whose repair would remove most of the slowdown; ``none`` or ``mixed``.
 
         Args:
             whole: Mean simulated step time, in seconds.
             base: Mean ideal step time, in seconds.
-            shares: Fraction of the slowdown that each of :data:`CAUSES` explains.
+            shares: Fraction of the slowdown that each cause in :data:`CAUSES` explains.
             slowest: Index of the slowest rank.
             repairs: All repairs, with their gains.
         """
@@ -763,7 +762,7 @@ class _Answers:
         if whole >= SLOW * base:
             return CAUSES[largest] if shares[largest] >= CAUSE_SHARE else "mixed"
         # Without replicas, a slow rank raises the mean that it is compared with, so its slowdown is
-        # small. The gain of its repair still shows that the rank is slow.
+        # small. Only the gain of its repair shows that the rank is slow.
         name = self._where.name(slowest)
         gains = [
             repair.gain for repair in repairs if repair.description.startswith(f"{name} as fast")

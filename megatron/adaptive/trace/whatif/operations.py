@@ -1,8 +1,8 @@
 r"""Reads the operations of some iterations as arrays, and simulates them with any durations.
 
-This file names the operations, finds their stages, and splits each message or collective into
-waiting and transfer. The transfer begins when the last participating rank has joined. Traces of
-this project and imported ones are read.
+This module finds the kind and stage of each operation, and splits each message or collective into
+waiting and transfer. The transfer begins when the last participating rank has joined. The trace may
+be one that this project recorded, or an imported one.
 
 An operation starts when all operations that it depends on have ended:
 
@@ -21,10 +21,10 @@ comes before the chunk's first forward pass.
                          \\-> message        ^ message   ^ all replicas    ^ all ranks
     rank 1   gather --------> F0 -> B0 -----/
 
-All steps are simulated at once, with several sets of durations. The graph is processed in
-topological order, one level at a time. The level of a node is the length of the longest path to it
-from a node without predecessor. A node with more than two predecessors gets helper nodes, so that a
-level takes only two array look-ups, a maximum and a sum.
+All steps are simulated at once, with several sets of durations. The graph is processed level by
+level in topological order. The level of a node is the length of the longest path to it from a node
+without predecessors. A node with more than two predecessors gets helper nodes, so that a level
+takes only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
 section 3. The names of the kinds of work are those of the traces published with the paper.
@@ -77,13 +77,13 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Contains the pipeline rank, replica and stages of each worker (recorded rank).
+    """Contains the pipeline rank, replica and stages of each recorded rank (worker).
 
     Attributes:
         ranks: ``[workers]``, global rank of each worker.
         pp_rank: ``[workers]``, pipeline rank of each worker.
-        replica: ``[workers]``, replica of each worker, numbered from 0 without gaps.
-        stages: ``[pipeline ranks, chunks]``, number of the stage that is this chunk of this rank.
+        replica: ``[workers]``, index of each worker's data-parallel replica, without gaps.
+        stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
     """
 
     ranks: Ints
@@ -106,34 +106,34 @@ class Pipelines:
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Contains the operations of some iterations; arrays have a value for each operation.
+    """Contains the operations of some iterations, as arrays with one value per operation.
 
     Computations (forward, backward and weight-gradient passes) come first, ordered by iteration,
     worker and start. Collectives and optimizer steps follow in the same order. Messages come last,
     one for each computation whose input came from another rank.
 
     Attributes:
-        where: Pipeline rank, replica and stages of each worker.
-        iteration: Number of the iteration (step).
-        worker: Index of the rank in ``where.ranks``; for a message, of the receiver.
+        where: Maps each worker to its pipeline rank, replica and stages.
+        iteration: Number of the iteration (training step).
+        worker: Index of the rank in ``where.ranks``; for a message, the receiving rank.
         kind: Kind of work, as an index into :data:`NAMES`.
-        chunk: Number of the chunk on its rank, -1 for operations of no chunk.
-        stage: Number of the stage; that of the rank's first chunk for operations of no chunk.
-        microbatch: Number of the microbatch, -1 for none.
-        start_ns: Start on the run's clock, in nanoseconds.
-        end_ns: End on the run's clock, in nanoseconds.
-        duration_s: Duration in seconds, for communication without the time of waiting for other
+        chunk: Index of the chunk on its rank; -1 for operations that belong to no chunk.
+        stage: Index of the stage; for operations of no chunk, that of the rank's first chunk.
+        microbatch: Index of the microbatch; -1 for none.
+        start_ns: Start time in nanoseconds on the run's common clock.
+        end_ns: End time in nanoseconds on the run's common clock.
+        duration_s: Duration in seconds; for communication, without the time spent waiting for other
             ranks.
-        group: Number of the collective to which the operation belongs, -1 for none.
-        source: Worker that sent the message, -1 for other operations.
-        input: Row of the computation whose result this computation needs or this message carries,
-            -1 for none.
-        message: ``[computations]``, row of the message with the input of each computation, -1 for
+        group: Index of the collective that the operation is part of; -1 for none.
+        source: Index of the rank that sent the message; -1 for operations other than messages.
+        input: Row of the computation that produced the input of this computation, or the content of
+            this message; -1 for none.
+        message: ``[computations]``, row of the message that brought the computation's input; -1 for
             none.
-        is_posted: Whether receives are posted one at a time, so that a rank waits for the messages
-            of a direction in order.
+        is_posted: Whether receives are posted one at a time, so that a rank gets the messages of
+            each direction in order.
         num_computes: Number of computations.
-        orphans: Number of computations whose input is the result of no recorded computation.
+        orphans: Number of computations whose input no recorded computation produced.
     """
 
     where: Pipelines
@@ -169,11 +169,11 @@ class Operations:
 
 
 def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
-    """Returns the ranks to simulate: the first of each tensor-parallel group.
+    """Returns the ranks to simulate: the first rank of each tensor-parallel group.
 
     Args:
         run: Trace of the run.
-        ranks: Global ranks of which to choose; ``None`` for all recorded ranks.
+        ranks: Global ranks to choose from; ``None`` for all recorded ranks.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
@@ -199,11 +199,11 @@ def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
 
 
 def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) -> Operations:
-    """Reads the operations of some iterations.
+    """Reads the operations of some iterations from a run's trace.
 
     Args:
         run: Trace of the run.
-        where: Pipeline rank, replica and stages of each worker.
+        where: Ranks to read, with their pipeline rank, replica and stages.
         iterations: Numbers of the iterations to read.
 
     Raises:
@@ -284,10 +284,10 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns which computation made the input of each, and the number of missing ones.
+    """Returns which row produced each computation's input, and how many producers are missing.
 
-    The number is -1 if there is no such computation, as for forward passes of the first stage, or
-    if it was not recorded.
+    A computation whose input has no recorded producer has -1. So do forward passes of the first
+    stage, which are not counted as missing.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]
@@ -309,12 +309,12 @@ def _transfers(
 ) -> tuple[Floats, Ints, bool]:
     """Returns the messages that brought the inputs of the computations ``came``.
 
-    If the arrival of a message was not recorded, its transfer takes the median of other messages of
-    its kind.
+    If the arrival of a message was not observed, its transfer time is assumed to be the median of
+    the other messages in its direction.
 
     Returns:
         Time of each transfer in seconds, arrival time of each message in nanoseconds, and whether
-        receives were posted one at a time.
+        any receive was posted one at a time.
     """
     keys = [
         actions.iteration[came],
@@ -323,7 +323,7 @@ def _transfers(
         actions.chunk[came],
         actions.microbatch[came],
     ]
-    # The extra last element stays -1. An unknown peer (-1) reads it, so its worker is -1 too.
+    # Unknown peers (-1) read the extra last element, which stays -1, so they get no worker.
     worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
     worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
@@ -361,15 +361,15 @@ def _transfers(
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
-    """Returns the number of the collective to which each operation belongs, -1 for none.
+    """Returns the index of the collective that each operation is part of; -1 for none.
 
-    Operations belong to the same collective if they have the same iteration, name and lowest rank,
-    and if each is the n-th such operation of its rank with the same n.
+    Operations are part of the same collective if they have the same iteration, kind and lowest
+    rank, and if each is the n-th such operation of its rank, for the same n.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # If all ranks end their gradient reduction at the same time, they did it together.
+        # If all ranks end their gradient reduction at the same time, it is one collective.
         # Otherwise each stage has its own reduction.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
@@ -382,8 +382,8 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
-        # Rows are in the order of start times, which a stable sort keeps. So nth_of_equal() numbers
-        # each rank's collectives in the order of time.
+        # Rows are ordered by start time, and a stable sort keeps that order. So nth_of_equal()
+        # numbers each rank's collectives in the order in which they began.
         order = np.argsort(row_keys(keys), kind="stable")
         keys[3][order] = nth_of_equal([key[order] for key in keys])
         _, group[rows] = np.unique(row_keys(keys), return_inverse=True)
@@ -391,7 +391,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns how long each rank waited for the last one in a collective, in seconds, else 0."""
+    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -403,7 +403,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
 
 
 def _check_own_order(operations: Operations, actions: TraceTable) -> None:
-    """Raises a ``TraceError`` if an action B began before its F, or a W before its B."""
+    """Raises a ``TraceError`` if an action B began before its action F, or a W before its B."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
         columns = [
@@ -426,10 +426,10 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
-"""Last fraction of a computation in which a following operation may already begin.
+"""Fraction of a computation, at its end, that may overlap with the operation after it.
 
-Without this tolerance, rounded times and differences between the clocks of GPU and host would make
-operations overlap that ran one after the other.
+Rounded times, and differences between the clocks of GPU and host, make consecutive operations
+overlap slightly. Without this tolerance they would count as concurrent.
 """
 
 
@@ -438,12 +438,12 @@ class Graph:
     """Contains the dependencies of the operations of some iterations.
 
     Attributes:
-        node: ``[operations]``, number of each operation's node.
-        before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the start of a step.
-        levels: ``[levels + 1]``, first node of each level (in topological order), then the number
+        node: ``[operations]``, index of the operation's node.
+        before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the step's start.
+        levels: ``[levels + 1]``, index of the first node of each topological level, then the number
             of nodes.
-        final: Nodes on which no other node depends, ordered by step.
-        final_step: ``[steps]``, index in ``final`` at which each step's nodes begin.
+        final: Indices of the nodes on which no other node depends, ordered by step.
+        final_step: ``[steps]``, position in ``final`` of each step's first node.
     """
 
     node: Ints
@@ -466,7 +466,7 @@ class Graph:
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """Returns the time from the step's start to each operation's end in seconds."""
+        """Returns ``[operations]``: time in seconds from the step's start to each one's end."""
         ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
@@ -482,14 +482,14 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Finds the dependencies between operations.
+    """Finds the dependencies between the operations and sorts them topologically.
 
     Raises:
-        TraceError: If operations depend on one another in a cycle, so that the recorded order is
-            impossible. Names the first of them.
+        TraceError: If operations depend on each other in a cycle, so that the recorded order is
+            impossible. The message names the first of them.
     """
     sources, targets, count = _edges(operations)
-    # All numbers are raised by 1, because node 0 is the start of every step.
+    # All node numbers are raised by 1, because node 0 is the start of every step.
     before = _two_each(sources + 1, targets + 1, count + 1)
     level, is_known = _levels(before)
     if not is_known.all():
@@ -519,12 +519,12 @@ def build_graph(operations: Operations) -> Graph:
 def ideal_steps(
     run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
 ) -> dict[int, TraceTable] | None:
-    """Simulates some iterations of some ranks with the ideal duration of every kind of work.
+    """Simulates iterations on the given ranks with the ideal duration for every kind of work.
 
     Returns:
-        Computations in the ideal steps, where no rank is slower than others, by global rank. Each
-        ideal step begins at the recorded start of the step. ``None`` if the trace lacks operations
-        or contradicts itself.
+        Computations of the ideal steps, in which no rank is slower than others, by global rank.
+        Each ideal step begins when the recorded step did. ``None`` if the trace lacks operations or
+        its order is impossible.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -556,7 +556,7 @@ def ideal_steps(
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     """Returns the source and target nodes of every dependency, and the number of nodes.
 
-    Each operation has a node. Each collective has another node, which waits for all its ranks.
+    Each operation has a node. Each collective has one more node, which waits for all its ranks.
     """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
@@ -568,8 +568,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Computations of a rank may overlap in time. Such a computation depends not on the previous
-    # one, but on the last one that ended before it began.
+    # Computations of a rank may overlap in time. An overlapping computation depends on the last one
+    # that ended before it began, not on the one that started before it.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -586,8 +586,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
     pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # A collective begins when all ranks have joined. So dependencies of a member are moved to the
-    # collective's own node, on which all its members depend.
+    # A collective begins when all ranks have joined. So a dependency of one member becomes a
+    # dependency of the collective's own node, on which all members depend.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
     members = np.flatnonzero(ops.group >= 0)
@@ -599,18 +599,18 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns dependencies of overlapping computations, and of collectives and computations.
+    """Returns the dependencies of overlapping computations, and those from and to collectives.
 
     Args:
         ops: Operations of the iterations.
-        rank: ``[operations]``, number of the pair of rank and iteration to which each belongs.
-        ended_ns: ``[computations]``, time from which each computation counts as ended, in
-            nanoseconds.
-        overlapping: Rows of computations that overlap in time with others of their rank.
+        rank: ``[operations]``, index of the operation's (iteration, rank) pair.
+        ended_ns: ``[computations]``, time in nanoseconds from which each computation counts as
+            ended.
+        overlapping: Rows of computations that overlap in time with another one of their rank.
         others: Rows of collectives and optimizer steps.
 
     Returns:
-        Pairs of arrays: source rows and target rows of the dependencies.
+        Pairs of arrays with the source rows and target rows of the dependencies.
     """
     computes = np.arange(ops.num_computes)
     start = int(ops.start_ns.min())
@@ -651,7 +651,7 @@ def _around(
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """Returns ``[2, nodes]``: up to two predecessors of each node, 0 for none.
+    """Returns ``[2, nodes]``: up to two predecessors of each node; 0 if there are fewer.
 
     A node with more than two predecessors gets helper nodes in between, each with at most two.
     """
@@ -673,7 +673,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns each node's topological level, and whether it has one (not in a cycle)."""
+    """Returns each node's topological level, and whether it has one; nodes in a cycle have none."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])
@@ -683,7 +683,7 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     begins = np.searchsorted(sources[order], np.arange(count + 1))
     level = np.zeros(count, dtype=np.int32)
     is_known = waits == 0
-    # Node 0, the start of a step, is the only one of level 0, so it is left out here.
+    # Node 0, the start of a step, is skipped: its level 0 is set already.
     front = np.flatnonzero(is_known)[1:]
     number = 1
     while len(front):

@@ -1,9 +1,9 @@
 """Simulates recorded microbatches under another schedule, or assigned to other replicas.
 
-A recorded duration is split into three factors: the duration of the stage (the median of its
-replicas), how many times as long the rank takes as its peers, and the rest. The rest belongs to the
-microbatch, because of its length or by chance. If a stage is cut in two, each half takes half as
-long. A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
+A recorded duration is split into three factors: the usual duration of the stage (the median of its
+replicas), the slowness of the rank relative to its peers, and the rest. The rest is due to the
+microbatch: its length, or chance. If a stage is cut in two, each half takes half as long. A rank
+keeps its factor for any work, and a microbatch keeps its factor on any replica.
 
 Under a run-time scheduling rule the order of actions depends on the durations, so the rule is
 simulated too.
@@ -34,27 +34,27 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 RULE_STEPS = 3
-"""Number of steps that are simulated under the run's own scheduling rule."""
+"""Maximum number of steps that are simulated under the run's own scheduling rule."""
 ALIKE = 0.1
-"""Largest relative difference allowed between the simulated and the recorded step time.
+"""Maximum relative difference between the simulated and the recorded step time.
 
-The simulation uses the recorded durations. A larger difference means that the rule had another
-limit on activation memory, or that the trace's spans do not cover all the time of the step.
+Both use the recorded durations. A larger difference means that the simulated rule had another limit
+on activation memory than the run, or that the trace's spans do not cover all the time of the step.
 """
 MANY_ACTIONS = 60_000
-"""Number of actions above which a step is simulated by compiled code, which starts slowly."""
+"""Number of actions above which compiled code simulates a step; it takes time to start."""
 
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Contains the times of forward and backward passes in some steps, with one stage per rank.
+    """Contains each microbatch's forward and backward times in some steps, with one stage per rank.
 
     Attributes:
-        steps: Times of the forward and the whole backward pass in seconds,
-            ``[2, stages, microbatches]``, for each replica, by iteration.
+        steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``: times in
+            seconds of the forward pass and of the whole backward pass.
         transfer_s: Median transfer time of a message, in seconds.
         work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
-            replicas, only the costs distinguish a slow rank from a stage with more work.
+            replicas, only these costs distinguish a slow rank from a stage with more work.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
@@ -72,9 +72,9 @@ class RecordedTimes:
 
     @cached_property
     def rank_factor(self) -> Floats:
-        """Returns each rank's duration divided by that of its peers in other replicas.
+        """Returns ``[replicas, stages]``: each rank's time divided by the usual time of its peers.
 
-        The result is ``[replicas, stages]``. Peers are ranks of the same stage.
+        Peers are the ranks that hold the same stage in other replicas.
         """
         rank_s = self._means.sum(axis=1)
         stage = self.stage_s.sum(axis=0)
@@ -91,7 +91,7 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the times in seconds if all ranks of the replica were as fast as their peers."""
+        """Returns the replica's times in seconds as if its ranks were as fast as their peers."""
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
@@ -101,15 +101,15 @@ class RecordedTimes:
         """Simulates a step and returns the time of its slowest replica, in seconds.
 
         Args:
-            iteration: Number of a recorded iteration.
+            iteration: Number of the iteration to simulate.
             schedule: Name of the schedule, ``1f1b`` or ``adaptive``.
             dealt: Whether to assign each microbatch to the replica that would finish it first, and
-                to order the microbatches of a replica to suit its pipeline. Otherwise microbatches
-                stay where they ran.
-            pieces: Number of pieces into which each weight-gradient action is cut, if the schedule
-                splits the backward pass.
-            chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V. With
-                one chunk, the backward pass is not split.
+                to order a replica's microbatches to suit its pipeline. Otherwise microbatches stay
+                on the replica that recorded them.
+            pieces: Number of parts into which each weight-gradient action (W) is cut, if the
+                schedule splits the backward pass.
+            chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V (down
+                the ranks and back up). With one chunk, the backward pass is not split.
         """
         pieces = pieces if chunks > 1 else 0
         replicas = len(self.steps[iteration])
@@ -123,17 +123,17 @@ class RecordedTimes:
         )
 
     def _dealt(self, durations_s: Floats) -> list[Floats]:
-        """Assigns microbatches, the longest first, each to the replica that would finish it first.
+        """Assigns microbatches, longest first, each to the replica that would finish it first.
 
         Args:
-            durations_s: Times in seconds of the microbatches of all replicas on ranks of usual
-                speed, ``[2, stages, microbatches]``.
+            durations_s: Time in seconds of each microbatch on ranks of usual speed, for all
+                replicas, ``[2, stages, microbatches]``.
 
         Returns:
-            The times of the microbatches assigned to each replica, in the same form.
+            Times of the microbatches assigned to each replica, in the same form.
         """
-        # Microbatches are compared by their cost on the slowest rank of a replica, which sets its
-        # pace.
+        # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
+        # that rank.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -145,7 +145,7 @@ class RecordedTimes:
         stages = durations_s.shape[1]
         dealt = []
         for share in map(list, deal([cost.tolist() for cost in costs])):
-            # Reorder only if the costs differ clearly, because small differences are noise.
+            # Small differences in cost are noise, so reorder only if the costs differ clearly.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
             dealt.append(durations_s[:, :, share])
@@ -190,21 +190,21 @@ def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, act
 def rule_saves_s(
     header: TraceHeader, ops: Operations, then_s: Floats, iterations: Sequence[int]
 ) -> float | None:
-    """Returns the time in seconds that a step saves with other durations, under ``adaptive``.
+    """Returns the time in seconds that a step saves with changed durations, under ``adaptive``.
 
     The scheduling rule ``adaptive`` chooses another order of actions if durations change, so the
-    rule is simulated too.
+    rule itself is simulated too.
 
     Args:
-        header: Header of any rank's trace, which contains the settings of the run.
+        header: Trace header of any rank, which contains the settings of the run.
         ops: Recorded operations.
         then_s: Changed durations in seconds, ``[operations]``.
         iterations: Numbers of the iterations in ``ops``; the last :data:`RULE_STEPS` are simulated.
 
     Returns:
-        Mean time saved per step, in seconds. ``None`` under another schedule, if actions of a rank
-        are missing, or if the simulation with recorded durations differs from the recorded step by
-        more than :data:`ALIKE`.
+        Mean time saved per step, in seconds. ``None`` under another schedule, if a rank's actions
+        are missing, or if the simulation with the recorded durations differs from the recorded step
+        time by more than :data:`ALIKE`.
     """
     if header.schedule != "adaptive" or ops.where.num_stages == 1:
         return None
@@ -227,7 +227,7 @@ def rule_saves_s(
 
 
 def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats) -> float | None:
-    """Simulates a replica's step in the order that its scheduling rule chooses.
+    """Simulates one replica's step in the order of actions that its scheduling rule chooses.
 
     Returns:
         Time of the step in seconds, or ``None`` if actions are missing.
@@ -264,15 +264,15 @@ def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Float
 def recorded_times(
     parts: Sequence[Operations], work: tuple[float, ...] = ()
 ) -> RecordedTimes | None:
-    """Collects how long each microbatch took in each stage.
+    """Collects the time that each microbatch took in each stage.
 
     Args:
-        parts: Operations of all iterations.
+        parts: Operations of the iterations, one entry per group of iterations read at once.
         work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Times for the steps in which every rank ran each microbatch of its replica. ``None`` if
-        there is no such step, or if ranks have several stages.
+        Times of the steps in which every rank ran each microbatch of its replica. ``None`` if there
+        is no such step, or if ranks have several stages each.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:
@@ -293,7 +293,7 @@ def recorded_times(
 
 
 def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
-    """Returns times in seconds ``[2, stages, microbatches]`` by replica, ``None`` if incomplete."""
+    """Returns ``[2, stages, microbatches]`` in seconds per replica; ``None`` if incomplete."""
     durations = []
     replica_of_row = ops.where.replica[ops.worker[rows]]
     for replica in range(replicas):

@@ -1,4 +1,4 @@
 """Contains the causes that a diagnosis searches for: each module has a subclass of ``Cause``.
 
-A module here is found by itself.
+A new module here needs no registration.
 """

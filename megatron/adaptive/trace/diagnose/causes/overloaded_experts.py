@@ -1,4 +1,4 @@
-"""Finds ranks whose experts get more tokens than those of other ranks, which wait for them."""
+"""Finds ranks whose experts get more tokens than those of other ranks, so that these wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.trace.trace_format import IterationStart
 
 
 class OverloadedExperts(Cause):
-    """Describes a rank whose experts get many more tokens than the mean."""
+    """Describes a rank whose experts get many more tokens than the mean over ranks."""
 
     name = "overloaded experts"
     order = 50
@@ -29,7 +29,7 @@ class OverloadedExperts(Cause):
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        # All ranks of the same pipeline position wait for the overloaded one, so all get faster.
+        # All ranks with the same pipeline rank wait for the overloaded one, so all get faster.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -51,22 +51,22 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio, to be reported, of the tokens a rank's experts get to the mean over ranks."""
+"""Minimum ratio, to report a rank, of its experts' number of tokens to the mean over ranks."""
 
 OVERLOAD_OF_STEP = 0.01
-"""Minimum fraction of a step that the overload must cost to be reported."""
+"""Minimum fraction of the step time that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum excess, in standard errors, of the other ranks' waiting time over the rank's own."""
+"""Minimum excess of other ranks' waiting time over the rank's own, in standard errors."""
 
 
 def find_overloaded_experts(m: Measured) -> list[Finding]:
-    """Finds ranks whose experts get so many tokens that the other ranks wait for them.
+    """Returns findings for ranks whose experts get so many tokens that other ranks wait for them.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the exchange (all-to-all) after the experts, and the others
-    wait there. The cost is the others' waiting time minus the rank's own, but no more than its
-    additional tokens can explain.
+    most tokens is the last to reach the all-to-all exchange after the experts, where the others
+    wait. The cost is the others' waiting time minus the rank's own, but at most the time that its
+    additional tokens can take.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
@@ -94,7 +94,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
         behind = np.delete(waited_ns, most, axis=1).mean(axis=1) - waited_ns[:, most]
         excess = float(np.median(behind))
         error = 1.25 * noise(behind) / math.sqrt(len(behind)) + 1.0
-        # The additional tokens cannot cost more than their fraction of the rank's computing time.
+        # The additional tokens cost at most their fraction of the rank's computing time.
         explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
         excess = min(excess, explained)
         least = max(OVERLOAD_ERRORS * error, OVERLOAD_OF_STEP * m.step)
@@ -114,5 +114,5 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
 
 def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
-    """Returns (layer number, first expert, number of experts) for each MoE layer on a rank."""
+    """Returns (layer index, index of first expert, number of experts) per MoE layer of a rank."""
     return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)

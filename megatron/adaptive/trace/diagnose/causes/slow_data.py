@@ -1,4 +1,4 @@
-"""Finds ranks that lose time by reading training data."""
+"""Finds ranks that lose time when they read training data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Describes a rank on which reading the data of a microbatch takes long."""
+    """Describes a rank on which it takes long to read a microbatch's data."""
 
     name = "slow data"
     order = 30
@@ -37,17 +37,17 @@ class SlowData(Cause):
 
 
 READING_OF_STEP = 0.03
-"""Minimum fraction of a step that the reading of data must take to be reported."""
+"""Minimum fraction of the step time that a rank must spend reading data to be reported."""
 
 READING_TIMES = 1.5
-"""Minimum ratio of a slow read's time to that of other ranks or other iterations."""
+"""Minimum ratio of a slow read's time to that on other ranks or in other iterations."""
 
 READING_CHANGE_SURE = 6.0
-"""Minimum size, in standard errors, of a change of the read time during the run to report it."""
+"""Minimum score, in standard errors, of a change in read times during the run to be reported."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:
-    """Finds ranks that lose time by reading training data, the worst first."""
+    """Returns findings for ranks that lose time when they read training data, the worst first."""
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
     shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
     levels = middle(each, axis=0)
@@ -58,7 +58,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             continue
         others = np.delete(levels, column)
         others = others[np.isfinite(others)]
-        # The fastest rank is the reference, because a shared disk may slow down most ranks.
+        # Compare with the fastest rank, because a shared disk may slow down most ranks.
         before = float(min(others, default=0.0))
         against = "others" if len(others) else "plan"
         series = each[chosen, column]
@@ -71,8 +71,8 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
         if share < READING_OF_STEP or level < READING_TIMES * before:
-            # Twice the minimum fraction of the step is reported even if all ranks read equally
-            # slowly. Then the whole read time counts as delay.
+            # A rank that reads for twice the minimum fraction is reported even if all ranks read
+            # equally slowly. In this case, its whole read time is its delay.
             if share < 2 * READING_OF_STEP:
                 continue
             before = 0.0

@@ -64,23 +64,23 @@ LINK_FEWEST = 6
 LINK_TIMES = 2.0
 """Minimum ratio of a slow link's message time to that of other links.
 
-A link is only reported if the limits below hold as well.
+A link must also exceed the limits below to be reported.
 """
 
 LINK_OF_AN_ACTION = 0.05
 """Minimum delay of a slow link's messages, as a fraction of the median duration of an action."""
 
 LINK_ERRORS = 5.0
-"""Minimum delay of a slow link's messages, in standard deviations of their usual time."""
+"""Minimum delay of a slow link's messages, as a number of standard deviations of their time."""
 
 LINK_ALONE = 0.25
 """Like ``LINK_OF_AN_ACTION``, for a link with fewer than two others to compare it with."""
 
 LINK_STEADY = 0.4
-"""Minimum fraction of a slow link's delay that even its fastest messages must show."""
+"""Minimum delay of a slow link's fastest messages, as a fraction of its median delay."""
 
 LINK_CHANGE_SURE = 7.0
-"""Minimum size, in standard errors, of a link's change during the run to report it."""
+"""Minimum score, in standard errors, of a link's change during the run to be reported."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +88,10 @@ class _Link:
     """Holds the messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and of the receiver in the arrays of ``Measured``.
+        ends: Columns of the sender and of the receiver along the ranks' axis of ``Measured``.
         crosses: Whether the two ranks are on different machines.
-        travel_ns: ``[messages]``, time from the start of the send to the arrival, in ns.
-        iteration: ``[messages]``, number of each message's iteration.
+        travel_ns: ``[messages]``, time in ns from the start of the send to the arrival.
+        iteration: ``[messages]``, number of the iteration.
     """
 
     ends: tuple[int, int]
@@ -100,7 +100,7 @@ class _Link:
     iteration: Ints
 
     def levels_ns(self, chosen: Ints | None = None) -> tuple[float, float]:
-        """Returns the median and the lower decile of the messages' travel times in ns.
+        """Returns the median and the 10th percentile of the messages' travel times in ns.
 
         Args:
             chosen: Numbers of the iterations to use; ``None`` for all.
@@ -112,7 +112,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Finds slow links, the slowest first; at most one direction for each pair of ranks."""
+    """Returns findings for slow links, slowest first; at most one direction per pair of ranks."""
     links = _links(m)
     ends = np.array([link.ends for link in links]).reshape(-1, 2)
     crosses = np.array([link.crosses for link in links], dtype=np.bool_)
@@ -153,19 +153,19 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if a link is slow, all the time or in some iterations; else ``None``.
+    """Returns a finding if a link is slow in all or some iterations; else ``None``.
 
     Args:
         m: Measured times of the run.
         link: Messages from one rank to another.
-        others: ``[links, 2]``, median and lower decile of the travel time in ns on each other link
-            of the same kind (within a machine, or between machines).
+        others: ``[links, 2]``, median and 10th percentile of the travel time in ns on every other
+            link of the same kind (within a machine, or between machines).
         action: Median duration of an action in ns.
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
-    # The error is the larger of two: the spread between links, and the standard error of this
-    # link's median.
+    # The error is the spread between links, or the standard error of this link's median if that is
+    # larger.
     differ = float(spread(others[:, 0])) if len(others) else 0.0
     error = max(differ, 1.25 * spread(link.travel_ns) / math.sqrt(len(link.travel_ns)), 1_000.0)
     least = max((LINK_ALONE if alone else LINK_OF_AN_ACTION) * action, LINK_ERRORS * error)

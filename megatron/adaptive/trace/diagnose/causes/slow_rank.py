@@ -1,8 +1,8 @@
 """Finds ranks whose actions take longer than expected.
 
-``baselines`` compares each rank with its peers, the plan and its own past. The most likely slowdown
-is reported if it is significant and large enough to matter. Then it is removed from the data, and
-the search starts again.
+``baselines`` compares each rank with its peers, with the plan and with its own past. The most
+likely slowdown is reported if it is significant and large enough to matter. Then it is removed from
+the data, and the search is repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, n
 
 
 class SlowRankCause(Cause):
-    """Describes a rank that takes longer than expected for all its actions."""
+    """Describes a rank on which all actions take longer than expected."""
 
     name = "slow rank"
     order = 10
@@ -42,24 +42,24 @@ class SlowRankCause(Cause):
 
 
 SLOW = math.log(1.05)
-"""Minimum slowdown to report, as a logarithm; smaller ones are usual between equal machines."""
+"""Minimum slowdown to report, as a logarithm; equal machines often differ by less."""
 
 SURE = 3.2
-"""Minimum slowdown to report, in standard errors; random noise alone hardly reaches it."""
+"""Minimum slowdown to report, as a number of standard errors; noise alone hardly reaches it."""
 
 QUICKER = 0.7
-"""Minimum ratio of the evidence for a slow rank to that for a fast rank to report the slow one.
+"""Minimum ratio of the evidence for a slow rank to that for a fast rank, to report the slow rank.
 
-Below this ratio, the fast rank is the exception, and the others only look slow next to it.
+If the ratio is lower, the fast rank is the exception, and other ranks only look slow next to it.
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must show by itself."""
+"""Minimum fraction of a rank's slowdown that must show in each kind of action (F, B, W) alone."""
 
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must show in the rank's own times.
 
-The rest may come from the ranks it is compared with.
+The rest may be due to the ranks with which it is compared.
 """
 
 MOST_FOUND = 20
@@ -67,11 +67,10 @@ MOST_FOUND = 20
 
 
 def find_slow_ranks(m: Measured) -> list[Finding]:
-    """Finds ranks whose actions take longer than expected, the slowest first."""
+    """Returns findings for ranks whose actions take longer than expected, the slowest first."""
     baselines = rank_baselines(m)
     with np.errstate(divide="ignore"):
-        # Entry [iteration, rank] is the logarithm of the rank's total computing time per
-        # microbatch.
+        # Element [iteration, rank] is the logarithm of the rank's computing time per microbatch.
         log_work = np.log(np.nansum(m.median_ns.astype(np.float64), axis=(2, 3)))
     judged: set[int] = set()
     findings = []
@@ -95,9 +94,9 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the rank that is most certainly faster than expected, ``None`` if none is.
+    """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
 
-    The caller stops comparing other ranks with this one, because they would all look slow.
+    The caller stops comparing other ranks with it, because all of them would look slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -112,9 +111,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown shows in all kinds of action and in the rank's own times.
+    """Returns whether a slowdown shows in every kind of action and in the rank's own times.
 
-    A slowdown that does not is an effect of other ranks, or of noise.
+    If it does not, the slowdown is an effect of other ranks or of noise.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False

@@ -1,4 +1,4 @@
-"""Finds ranks on which single actions take far too long.
+"""Finds ranks on which single actions take much too long.
 
 An action is compared with the same action in other microbatches or iterations.
 """
@@ -17,7 +17,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 
 class Spikes(Cause):
-    """Describes a rank on which single actions take far too long now and then."""
+    """Describes a rank on which single actions take much too long now and then."""
 
     name = "spikes"
     order = 40
@@ -50,41 +50,41 @@ class Spikes(Cause):
 
 
 SPIKE_LEAST = math.log(1.4)
-"""Minimum ratio of a spike's duration to the action's usual duration, as a logarithm."""
+"""Minimum ratio of a spike's duration to the usual duration of the action, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum distance of a spike from the action's usual duration, in standard deviations."""
+"""Minimum distance of a spike from the usual duration of the action, in standard deviations."""
 
 SPIKE_FEWEST = 4
-"""Minimum number of spikes to report; fewer may be chance."""
+"""Minimum number of spikes to report, because fewer may be due to chance."""
 
 SPIKE_MOST = 0.25
 """Maximum fraction of a rank's actions that may be spikes; beyond that, they are not exceptions."""
 
 SPIKE_BACKGROUND = 1e-3
-"""Assumed rate of spikes per action on any rank; a prior that weighs as much as one spike."""
+"""Assumed number of spikes per action on any rank; this prior counts as one observed spike."""
 
 SPIKE_RARE = 3e-4
-"""Maximum probability that chance alone causes that many spikes, for the rank to be reported."""
+"""Maximum probability that a rank's spikes are due to chance alone, to report the rank."""
 
 SPIKE_OF_STEP = 0.003
-"""Minimum fraction of a step that spikes must cost to be reported."""
+"""Minimum fraction of the step time that spikes must cost to be reported."""
 
 FEW_MICROBATCHES = 4
-"""Number of microbatches per step below which actions are compared across all iterations."""
+"""Number of microbatches per step; with fewer, actions are compared across all iterations."""
 
 OF_PARTIAL = 3
 """Minimum number of ranks in a pipeline to distinguish long microbatches from spikes on a rank."""
 
 
 def find_spikes(m: Measured) -> list[Finding]:
-    """Finds ranks on which single actions take far too long more often than on other ranks."""
+    """Returns findings for ranks on which spikes are more frequent than on other ranks."""
     odd = _oddness(m)
     of_rank = np.moveaxis(odd, 1, 0).reshape(len(m.headers), -1)
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # A rank whose times vary a lot in general gets a higher limit.
+    # A rank whose times generally vary a lot gets a higher limit.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
@@ -95,7 +95,7 @@ def find_spikes(m: Measured) -> list[Finding]:
         others = sorted(
             (counts[other], totals[other]) for other in range(len(counts)) if other != column
         )
-        # The other rank with the most spikes may be faulty as well, so it is left out.
+        # Leave out the other rank with the most spikes, because it may be faulty too.
         others = others[:-1] if len(others) > 2 else others
         seen = 1 + sum(spikes for spikes, _ in others)
         part = total / (1 / SPIKE_BACKGROUND + sum(actions for _, actions in others))
@@ -107,10 +107,10 @@ def find_spikes(m: Measured) -> list[Finding]:
 
 
 def _oddness(m: Measured) -> Floats:
-    """Returns the logarithm of each action's duration divided by its usual duration.
+    """Returns the logarithm of the ratio of each action's duration to its usual duration.
 
     In a pipeline of enough ranks, the part by which a microbatch takes longer on all ranks is
-    subtracted: the microbatch is then larger, and no rank is to blame.
+    subtracted. Such a microbatch is larger than others, so no rank is the cause.
 
     Returns:
         ``[iterations, ranks, chunks, 3, microbatches]``.
@@ -146,14 +146,14 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
 
 
 def _tail(count: int, seen: float, part: float) -> float:
-    """Returns the probability that chance alone causes at least ``count`` spikes on a rank.
+    """Returns the probability that ``count`` or more spikes on a rank are due to chance alone.
 
-    The distribution is negative binomial, because the rate is estimated from the other ranks.
+    The distribution is negative binomial, because the rate of spikes is estimated from other ranks.
 
     Args:
         count: Number of spikes on the rank.
-        seen: Number of spikes on the ranks it is compared with, plus one from the prior.
-        part: Number of actions on the rank divided by that on the others, prior included.
+        seen: Number of spikes on the ranks that it is compared with, plus one for the prior.
+        part: Number of actions on the rank divided by that on the other ranks, prior included.
     """
     below = 0.0
     log_probability = -seen * math.log1p(part)

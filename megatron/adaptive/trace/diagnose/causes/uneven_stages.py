@@ -1,6 +1,6 @@
 """Finds stages that take longer than others because the layers are divided unevenly.
 
-``stage_costs`` finds the partition of layers that fits the measured speeds.
+``stage_costs`` finds the best partition of layers for the measured speeds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum reduction of the slowest rank's time, as a fraction, to report the stages as uneven."""
+"""Minimum fraction of the slowest rank's time that another partition saves if stages are uneven."""
 
 
 class UnevenStages(Cause):
-    """Describes a division of layers into stages that suits the ranks' speeds badly."""
+    """Describes a partition of layers into stages that does not suit the ranks' speeds."""
 
     name = "uneven stages"
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # While a rank is slow, the stages may be uneven only because of that rank.
+        # If a rank is slow, the stages may be uneven only because of that rank.
         is_slow = any(
             finding.cause == "slow rank" and finding.period.kind in ("lasting", "begun")
             for finding in earlier
@@ -50,7 +50,7 @@ class UnevenStages(Cause):
 
 
 def find_uneven_stages(m: Measured, times: StageCosts) -> list[Finding]:
-    """Returns a finding if another partition of layers would make the slowest rank much faster."""
+    """Returns a finding if another partition would make the slowest rank much faster."""
     better = best_partition(times, sum(m.layers))
     ranks = times.rank_ns(m.layers)
     best = times.rank_ns(better).max()

@@ -1,5 +1,5 @@
-"""Contains the views of this package: each module has a function under ``trace_view``.
+"""Contains the views of this package: each module has a function decorated with ``trace_view``.
 
-A module here is found by itself. To keep ``trace --help`` fast, a module imports what draws, such
-as openpyxl or matplotlib, inside its function.
+A new module here needs no registration. To keep ``trace --help`` fast, a module imports drawing
+packages, such as openpyxl or matplotlib, only inside its function.
 """

@@ -1,12 +1,12 @@
-"""Provides the view ``tensorboard``, curves in which each rank is a curve of the same chart.
+"""Provides the view ``tensorboard``, charts with one curve per rank.
 
 ::
 
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point at the time at which the iteration ran. TensorBoard's own writer makes
-the files. A file appears only when it is complete, and is replaced if the trace is written again.
+Every iteration is a point at the time of day at which it ran. TensorBoard's own writer makes the
+files. A file appears only when it is complete, and is replaced if the trace is written again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
-"""Name of the folder with the curves of means over ranks."""
+"""Name of the folder with the curves of the means over ranks."""
 
 
 @trace_view(name="tensorboard", ending="_tensorboard", summary="folder of curves per rank")
 def tensorboard(shown: ViewInput, path: Path) -> str:
-    """Writes the curves, and returns how many iterations they cover."""
+    """Writes the curves, and returns a line with the number of iterations."""
     write_scalars(shown.run, shown.figures, path)
     return f"curves of {len(shown.iterations)} iterations"
 
@@ -37,12 +37,12 @@ def tensorboard(shown: ViewInput, path: Path) -> str:
 def write_scalars(
     run: RunTrace, figures: RunFigures, folder: str | os.PathLike[str]
 ) -> tuple[str, ...]:
-    """Writes curves of the fraction of idle time, the step time, and the parts of the step.
+    """Writes curves of the idle fraction, the step time, and the parts of the step.
 
     Args:
         run: Trace of the run.
-        figures: Measured quantities of the ranks to show, by iteration.
-        folder: Folder for TensorBoard's ``--logdir``; files of an earlier call are replaced.
+        figures: Statistics of the ranks to show, by iteration.
+        folder: Folder to give TensorBoard as ``--logdir``; files of an earlier call are replaced.
 
     Returns:
         Names of the curves.
@@ -50,7 +50,7 @@ def write_scalars(
     Raises:
         TraceError: If a file cannot be written.
     """
-    # Imported here because TensorBoard is slow to import, and only this function needs it.
+    # TensorBoard is slow to import, and only this function needs it.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -58,8 +58,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # Trace times are monotonic and must be shifted to times of day. Only a run with several clocks
-    # already has times of day, those of one of its clocks.
+    # The times of a run with one clock are monotonic, and must be shifted to times of day. Those of
+    # a run with several clocks are times of day already.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
@@ -86,7 +86,7 @@ def write_scalars(
 
 
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
-    """Yields each curve's name, and its values for each rank, ``[iterations, ranks]``."""
+    """Yields each curve's name, and its values per rank, ``[iterations, ranks]``."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
     for number, part in enumerate(PARTS.values()):
