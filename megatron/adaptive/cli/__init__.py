@@ -2,7 +2,7 @@
 
 The function of each, such as ``main(argv)``, takes the arguments after the subcommand. It returns
 the exit status, which is 0 unless the docstring describes others. For an error that the user can
-fix, the function raises an ``AdaptiveError``, such as ``ConfigError`` for a wrong option or file,
-or ``SetupError`` for software or hardware that the machine lacks. ``run_cli`` prints such an error
-as one line and returns status 2.
+fix, the function raises an ``AdaptiveError``: for example ``ConfigError`` for a wrong option or
+file, ``SetupError`` if the machine lacks software or hardware. ``run_cli`` prints such an error as
+one line and returns status 2.
 """

@@ -28,7 +28,7 @@ _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
 _FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
-# Keys of manifests with long values, which ``show`` leaves out.
+# Keys of manifests whose values are too long to show as they are.
 _LONG = ("config", "files", "blocks", "options", "states")
 
 

@@ -12,9 +12,9 @@ Nodes on pods find each other before torchrun starts::
     worker       tries to connect until the deadline; sends its hello; receives the answer
 
 Each node describes itself in its hello, after both sides have proved that they know the run's
-secret. If a worker disconnects or sends no heartbeat while other nodes are missing, the first node
-removes the worker from its list, so that the worker can join again. When all workers have received
-their answers, the first node closes the port, so that torchrun can use it.
+secret. While nodes are missing, the first node removes a worker that disconnects or sends no
+heartbeat from its list, so that the worker can join again. When all workers have received their
+answers, the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations

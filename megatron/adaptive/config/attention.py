@@ -118,7 +118,8 @@ def kernel_for(case: AttentionCase) -> Kernel:
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Use a fused kernel on a CPU only on request: other results equal megatron-core's exactly.
+        # Use a fused kernel on a CPU only on request, because stored scores give exactly
+        # megatron-core's results.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES

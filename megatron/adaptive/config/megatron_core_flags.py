@@ -1,8 +1,8 @@
 """Makes flags from the settings of the installed megatron-core.
 
 This module parses the source of megatron-core's configuration classes, because importing these
-classes would import torch. Every setting becomes a flag, unless one of four exceptions applies:
-another dataclass of this package already has the setting, the trainer itself sets it (``_OWN``),
+classes would import torch. Every setting becomes a flag, except in four cases: another dataclass of
+this package already has the setting, the trainer itself sets it (``_OWN``),
 ``unsupported_flags.py`` refuses the flag, or a value of its type cannot be given on the command
 line. Flags have the same names as in Megatron-LM. megatron-core checks that these settings fit each
 other.

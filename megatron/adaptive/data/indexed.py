@@ -1,10 +1,10 @@
 r"""Checks ``.bin/.idx`` token files before training uses them.
 
-megatron-core maps both files into memory without checking them. An index of another format fails an
-assertion, a truncated index is read past its end, and an id outside the vocabulary crashes the
-embedding in some later step. The checks in this module run before training, and their error
-messages name the file and its fault. The module imports neither torch nor megatron-core. The index
-has this layout::
+megatron-core maps both files into memory without checking them. So an index of another format fails
+an assertion, a truncated index is read past its end, and an id outside the vocabulary crashes a
+later step in the embedding. The checks in this module run before training, and their error messages
+name the file and its fault. The module imports neither torch nor megatron-core. The index has this
+layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
            9..16   version, u64            always 1

@@ -468,8 +468,8 @@ class LengthMicrobatches(StepMicrobatches):
 
     A microbatch is a dict with ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and
     ``loss_mask [b, s] float32``. If documents are packed, ``b`` is 1, and ``lengths [n] int32`` has
-    the length of each document in the row, followed by the length of the padding if there is any.
-    On a rank that reads no tokens, a microbatch has only ``lengths``, or is empty.
+    the length of each document in the row and, if there is padding, the length of the padding. On a
+    rank that reads no tokens, a microbatch has only ``lengths``, or is empty.
 
     Attributes:
         contents: For each microbatch, a tuple of its number of token positions with padding,

@@ -54,7 +54,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "since_unix_s": (int, float),
 }
 _LONGEST_BYTES = 1 << 20
-_KEPT = 8  # number of earlier claims whose files a new claim keeps
+_KEPT = 8  # number of earlier claims whose files a new claim removes
 
 
 class LeaseTakenError(SetupError):

@@ -96,7 +96,7 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # once to end an open action, once to end the thread
+            self._turns[1].release(2)  # once to end an unfinished action, once to end the thread
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:

@@ -50,11 +50,10 @@ def default_process_groups() -> ProcessGroupCollection:
 class GradientSync:
     """Controls when gradients are reduced over data-parallel ranks: at a chunk's last microbatch.
 
-    All replicas must start their reductions in the same order. Under every schedule, the last
-    backward passes (B) of a rank's chunks run in descending order of chunks, because each needs the
-    result of the next chunk's B. But the last weight gradients (W), if they are separate actions,
-    run in any order. In this case, the reduction of a chunk waits for the reductions of all later
-    chunks.
+    All replicas must start their reductions in the same order. Under every schedule, each chunk's
+    last backward pass (B) needs the result of the next chunk's. So these passes run in descending
+    order of chunks. But the last weight gradients (W), if they are separate actions, run in any
+    order. In this case, the reduction of a chunk waits for the reductions of all later chunks.
 
     Args:
         config: Configuration of the chunks in megatron-core.

@@ -1,10 +1,10 @@
 """Computes attention of layers that megatron-core builds without Transformer Engine.
 
-megatron-core's own attention computes and stores the scores of all pairs of tokens. It supports
-neither keys and values of different widths (latent attention), nor sequences divided among ranks
-(context parallelism), nor several documents in a row, nor a soft cap on scores. Where possible,
-this module uses a fused kernel of torch instead. :mod:`megatron.adaptive.config.attention` chooses
-the kernel.
+megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
+support latent attention (keys and values of different widths), context parallelism (sequences
+divided among ranks), several documents in a row, or a soft cap on scores. Where possible, this
+module uses a fused kernel of torch instead. :mod:`megatron.adaptive.config.attention` chooses the
+kernel.
 
 **Context parallelism.** A sequence is divided into two parts per rank. Rank r of n has parts r and
 2n-1-r, so that the compute cost of causal attention is equal on all ranks::

@@ -9,9 +9,9 @@
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A tensor that is computed before a border and used after it is sent across the border in a message.
-Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent:
-each stage that uses such a tensor computes it again from the inputs of the batch, which every stage
-has.
+Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent.
+Instead, each stage that uses such a tensor computes it again, because every stage has the inputs of
+the batch.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ tensors::
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-If the backward pass is split into B (gradients of inputs) and W (gradients of weights), W computes
-the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``, ``addmm``
-with a weight of ``[in, out]``, and ``embedding``. All other calls compute both kinds of gradients
-in B.
+The backward pass may be split into B (gradients of inputs) and W (gradients of weights). Then W
+computes the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``,
+``addmm`` with a weight of ``[in, out]``, and ``embedding``. All other calls compute both kinds of
+gradients in B.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-Each call is recorded as the model makes it, not as the smaller operations inside (``dropout``,
-``layer_norm``, ``scaled_dot_product_attention``, a custom ``autograd.Function``), so that running
-the recording gives the same gradients as the model. Python code between calls is not recorded, so
-every microbatch takes the branches that the code took for the sample. This is right for branches
-that depend on shapes or on the training mode, but wrong for branches that depend on the values of
-tensors. So a forward pass that reads the value of a tensor which may differ between microbatches
-raises an error that names the line.
+Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
+``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
+inside. So running the recording gives the same gradients as the model. Python code between calls is
+not recorded, so every microbatch takes the branches that the code took for the sample. This is
+right for branches that depend on shapes or on the training mode, but wrong for branches that depend
+on the values of tensors. So a forward pass that reads the value of a tensor which may differ
+between microbatches raises an error that names the line.
 
 Every recorded tensor has an index (its number). The arguments of recorded calls refer to tensors by
 this number.
@@ -69,7 +69,7 @@ class CutPoint(torch.nn.Module):
     """Marks a position in the forward pass where a model may be cut into stages.
 
     The module returns its arguments unchanged. A cut divides the whole forward pass, in the order
-    of its operations: every tensor that is computed before the cut and used after it is sent to the
+    of its operations. Every tensor that is computed before the cut and used after it is sent to the
     next stage, even if it is not an argument of the cut point. Each instance must be called exactly
     once per forward pass, for any input::
 

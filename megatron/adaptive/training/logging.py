@@ -50,8 +50,8 @@ _MAX_EXPONENT = 20.0  # limit of Megatron-LM: a perplexity above exp(20) is show
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns Megatron-LM's line about the parallel sizes.
 
-    The numbers of ranks of unequal stages, and a context-parallel size above 1, come at the end, so
-    that the beginning of the line always has the same format.
+    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last. So the
+    beginning of the line always has the same format.
     """
     parallel = cfg.parallel
     line = (

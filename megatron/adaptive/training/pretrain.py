@@ -56,8 +56,8 @@ _POLL_S = 0.05
 def pretrain(config: TrainerConfig, environment: Environment) -> None:
     """Runs a training run with the settings ``config``.
 
-    After an error in a job with several processes, this function does not return: it reports the
-    error and ends the process, because other threads may be blocked by peers that have ended.
+    After an error in a job with several processes, this function does not return. It reports the
+    error and ends the process, because peers that have ended may block other threads.
 
     Raises:
         TransportError: If the job's processes cannot connect to each other.
