@@ -392,7 +392,7 @@ class Executor:
         return ahead
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
-        """Waits for the input of an action that the leader chose before the input arrived here."""
+        """Waits until the input of an action that the leader chose is marked as arrived."""
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
                 f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "

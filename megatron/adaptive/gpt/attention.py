@@ -251,7 +251,7 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers a sequence's parts from all ranks in order; backward, sums their gradients."""
+        """Gathers a sequence's parts in order from all ranks; sums gradients in backward passes."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 

@@ -5,7 +5,7 @@ may combine several layers of the Hugging Face model, such as query, key and val
 its parts. Each part has its own pair of matrices, and two tensors store all pairs::
 
     a  [n * rank, in]   matrices A of n parts, stacked
-    b [out, rank] rows as in the layer's weight; each row uses the rows of a of its own part
+    b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
 
     column-parallel     x --a, whole--> z --gathered--> b, rows of this rank
     row-parallel        x --a, columns of this rank--> z --summed--> b, whole

@@ -15,8 +15,8 @@ first rank::
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-In this case the embedding's group has one rank, so megatron-core does nothing. This module copies
-the initial weights between the chunks, and sums the gradients of both copies. The copies remain two
+The group then has one rank, so megatron-core synchronizes nothing. Instead, this module copies the
+initial weights between the chunks, and sums the gradients of both copies. The copies remain two
 parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of one chunk
 does not wait for the other chunk.
 
@@ -35,8 +35,8 @@ differ, this module sets megatron-core's process groups itself::
 - The gradient norm and the number of zeros are computed over all ranks. Parameters on all replicas
   of a stage but the first are marked as shared, so that each parameter is counted once.
 - There is no embedding group. The gradients of a tied embedding's copies are first summed within
-each stage, then over both stages: the first rank of each stage contributes the stage's sum, the
-other ranks zeros, and all receive the total.
+  each stage, then over both stages: the first rank of each stage contributes the stage's sum, the
+  other ranks zeros, and all receive the total.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ there. So the last stage stays where it is, and only the first stage moves. The 
 positions from the last rank, so that the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines layer
-numbers and names in checkpoints.
+  numbers and names in checkpoints.
 - Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
 - A forward step may ask whether its rank is the first, without naming a chunk. The answer is for
