@@ -164,7 +164,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Describes the model that some settings, perhaps not checked yet, describe."""
+    """Describes the model from settings that may not have been checked yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),

@@ -91,7 +91,7 @@ def _is_secret_flag(name: str) -> bool:
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides secrets in a command line: in flags, in variables and in URLs."""
+    """Hides secrets in a command line: in flags and variables, and user names in URLs."""
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")

@@ -42,7 +42,7 @@ class StepResult:
         num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
         bubble_fraction: Fraction of the step's time in which the pipeline's ranks were idle,
             ``None`` at iterations that are not logged.
-        curves: Values logged only to TensorBoard, by tag, on ranks of the last stage.
+        curves: Values for TensorBoard only, by tag, on ranks of the last stage.
     """
 
     losses: dict[str, float]

@@ -118,7 +118,7 @@ class IterationReport(TrainedStep):
 
 
 class TrainingLog:
-    """Writes a run's log: lines to ``stream``, metrics to loggers, a bar if on a terminal.
+    """Writes a run's log: text lines, metrics in loggers, and a progress bar on a terminal.
 
     Every rank makes the same calls on its own object, but only one rank writes. Not thread-safe.
 

@@ -23,7 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features that unsupported models have and supported families lack, where no key shows it.
+# Features that unsupported models have and supported families lack, if no key shows the feature.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# Keys that count as a difference of an unknown model, because their values are checked.
+# Keys that are reported as a difference of an unknown model, because their values are checked.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
