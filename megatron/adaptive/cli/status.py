@@ -128,7 +128,7 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""Time in seconds without a sample after which a node counts as lost: three sampling intervals."""
+"""A node that sends no sample for this time in seconds (three intervals) is reported as lost."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (

@@ -416,7 +416,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns the sizes relative to the microbatch whose activations were measured."""
+        """Returns each size divided by that of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]

@@ -99,7 +99,8 @@ def preset(
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
         precision: Number format of the training run: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the usual one.
+        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the default of
+            the preset.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:

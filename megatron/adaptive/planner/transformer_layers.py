@@ -506,8 +506,8 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
 
     Args:
         shape: Sizes of the model.
-        tokens: Number of tokens that attend.
-        others: Number of tokens that can be attended to.
+        tokens: Number of query tokens.
+        others: Number of key tokens.
         causal: Whether tokens attend only to previous tokens.
     """
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))

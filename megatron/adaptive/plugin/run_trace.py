@@ -1,4 +1,4 @@
-"""Traces a user's Megatron-LM and writes the progress of its run.
+"""Traces a run of the user's own Megatron-LM, and writes its progress to a file.
 
 The executor traces actions, waits and messages, as in the trainer of this package. Other work is
 traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads of its data
@@ -44,7 +44,7 @@ class _Begun:
     """Describes the current training step.
 
     Attributes:
-        iteration: Number of the step.
+        iteration: Index of the step.
         begin_s: Start of the step, as a value of :func:`time.perf_counter`.
         samples: Number of samples in the step, of all replicas together.
         tokens: Number of tokens in these samples.

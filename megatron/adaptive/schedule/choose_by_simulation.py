@@ -115,8 +115,8 @@ def candidates(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
-            (all its chunks).
+        most: Number of microbatches whose activations fit in a rank's memory, counting all chunks
+            of the rank.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative times of messages, B and W, for the rule ``hinted``.
@@ -170,8 +170,8 @@ def choose(
         profile: Measured times of each stage, and how much they vary.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Maximum activations for which a rank has memory, in microbatches of the whole rank
-            (all its chunks).
+        most: Number of microbatches whose activations fit in a rank's memory, counting all chunks
+            of the rank.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.

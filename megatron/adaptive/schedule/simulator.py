@@ -49,7 +49,8 @@ class World(NamedTuple):
     with several indices are flattened.
 
     Attributes:
-        states: State of each rank, as in ``rank_kernel``.
+        states: State of each rank: how far each chunk has come, and which inputs have arrived.
+            Module ``rank_kernel`` describes the layout.
         hints: Data that each rank's rule uses besides the state, such as an order (see
             ``runtime_rules``), or empty.
         stages: Pipeline stage of each chunk, ``[rank][chunk]``.

@@ -111,7 +111,7 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans. A span's line contains the reason's index in this list.
+"""Why a span occurred, such as what a rank waited for. A span's line has an index into this list.
 
 - Wait: the cause, one of :data:`CAUSES`.
 - Message: ``seen`` if its arrival was noticed at once, ``found`` if only later. ``posted`` if it
