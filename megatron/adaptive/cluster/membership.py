@@ -188,7 +188,7 @@ class Node:
         name: Name of the node, unique in the job.
         machine: Machine on which the manager starts the node's agent. ``None`` if the node joined
             by itself.
-        status: Present status of the node, such as ``present``, ``leaving`` or ``lost``.
+        status: Status of the node, such as ``present``, ``leaving`` or ``lost``.
         why: Reason why the node does not take part, empty if it takes part.
         host: Host name that the node reported when it joined.
         pid: Process id of the node's agent.

@@ -32,7 +32,7 @@ class SnapshotSource:
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
-        seen: Newest step with at least one part that still exists; 0 if there is none.
+        seen: Newest step of which at least one part of a snapshot still exists; 0 if none does.
         why: Reason why no step can be restored, empty if one can.
         parts: Copies from which ``step`` is restored, in the form of the keepers' inventories. Two
             entries are added: ``node`` is the name of the copy's node, and ``needs`` contains the

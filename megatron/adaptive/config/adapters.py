@@ -43,7 +43,7 @@ _LONGEST_PATTERN = 1000
 # Matches nested repetitions such as (a*)*. Patterns with these are refused, because matching them
 # may take exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights with which PEFT leaves the weights of the model itself unchanged.
+# Values of init_lora_weights for which PEFT leaves the base model's weights unchanged.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 

@@ -316,8 +316,9 @@ class ForwardBackward:
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
-        self._measured_size = 0.0  # number of token positions in the measured microbatch.
-        # Mean size of a microbatch in the last step, divided by the measured microbatch's size.
+        # Number of token positions in the measured microbatch.
+        self._measured_size = 0.0
+        # Mean microbatch size in the last step, relative to the measured microbatch.
         self._mean_size = 1.0
 
     def __call__(

@@ -378,7 +378,7 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
 
     Args:
         alignment: Clocks aligned by :func:`align`.
-        names: Id of the clock of each rank that sends or receives one of the messages.
+        names: Clock ID by rank, for all ranks that send or receive a message.
         messages: Messages of the run, with times that ``alignment`` has already converted.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}

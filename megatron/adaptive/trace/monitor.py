@@ -39,7 +39,7 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes to read first at the end of a large file; more if no iteration begins there."""
+"""Number of bytes to read first from the end of a large file; more if they hold no whole step."""
 
 LOOKED_AT = 8
 """Number of latest iterations whose medians are displayed."""

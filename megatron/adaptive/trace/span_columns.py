@@ -185,7 +185,7 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
 
 
 def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
-    """Finds, for each row of one table, the equal row of another table.
+    """Finds, for each row of one table, the matching row in another table.
 
     Args:
         haystack: Columns ``[rows]`` of the table to search.

@@ -483,7 +483,7 @@ class _Curves:
         self._each(lambda logger: logger.scalar(tag, float(value), step))
 
     def note(self, name: str, content: Any) -> None:
-        """Passes a document of JSON values, such as the diagnosis's findings, to the loggers."""
+        """Sends a JSON-serializable record, such as a diagnosis, to every logger."""
         self._each(lambda logger: logger.note(name, content))
 
     def draw(self, traces: Path, iteration: int) -> None:

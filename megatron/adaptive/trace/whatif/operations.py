@@ -599,7 +599,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns the dependencies of overlapping computations, and those from and to collectives.
+    """Returns which earlier operation each overlapping computation and each collective waits for.
 
     Args:
         ops: Operations of the iterations.
