@@ -53,7 +53,7 @@ def exchange_of(
     Args:
         inputs: Model, cluster and profile, from which the links are taken.
         node: Type of one node whose ranks take part.
-        others: Types of all nodes that have ranks in the exchange, this node's type included.
+        others: Types of all nodes that have ranks in the exchange.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks in the exchange.
 

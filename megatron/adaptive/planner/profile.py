@@ -93,8 +93,8 @@ class Profile:
         launch_s: Time of an action in addition to its layers in seconds, by GPU.
         step_s: Time of a step in addition to pipeline, reduction and optimizer in seconds, by GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes that a process uses before it has tensors, by GPU. For other GPUs, the
-            value of ``layer_costs.Runtime`` is used.
+        context_bytes: GPU memory in bytes that a process uses before it has tensors, by GPU. For
+            other GPUs, the value of ``layer_costs.Runtime`` is used.
         allocator_share: Memory that the allocator keeps in addition to tensors, by GPU. It is a
             fraction of activations and workspace, and only set for models in host memory.
         estimator: Function that estimates times that were not measured. Its arguments are kind of
