@@ -149,6 +149,7 @@ class _Setting:
         of: Name of the class that has the field.
         annotation: Source text of the type annotation, such as ``Optional[int]``.
         default: Default value; ``None`` if the source has no literal as default.
+        is_literal: Whether the source has a literal as default, which may be ``None``.
         names: Spellings of the flag in the field's metadata; empty if there are none.
         text: Docstring that follows the field; empty if there is none.
     """
@@ -157,6 +158,7 @@ class _Setting:
     of: str
     annotation: str
     default: Any
+    is_literal: bool
     names: tuple[str, ...]
     text: str
 
@@ -196,15 +198,18 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
                     for key, spellings in zip(part.keys, part.values, strict=True):
                         if isinstance(key, ast.Constant) and key.value == "arg_names":
                             names = tuple(ast.literal_eval(spellings))
+        is_literal = default is not None
         try:
             value = ast.literal_eval(default) if default is not None else None
         except ValueError:
             value = None
+            is_literal = False
         yield _Setting(
             name=item.target.id,
             of=node.name,
             annotation=ast.unparse(item.annotation),
             default=value,
+            is_literal=is_literal,
             names=names,
             text=_IDLE_DEFAULT.sub("", " ".join(text.split())),
         )
@@ -292,6 +297,9 @@ else:
         kw_only=True,
         namespace={"__module__": __name__, "__doc__": "megatron-core."},
     )
+
+UNKNOWN_DEFAULTS = frozenset(setting.name for setting in _SETTINGS if not setting.is_literal)
+"""Names of the settings whose default only megatron-core's class knows, such as float("inf")."""
 
 LATENT_SETTINGS = tuple(
     setting.name

@@ -58,7 +58,7 @@ from megatron.core.transformer.utils import openai_gelu
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.layer_partition import unlike_layers
-from megatron.adaptive.config.megatron_core_flags import parse_pattern
+from megatron.adaptive.config.megatron_core_flags import UNKNOWN_DEFAULTS, parse_pattern
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
@@ -282,8 +282,9 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
     settings = {}
     for field in dataclasses.fields(kind):
         value = chosen.get(field.name, field.default)
-        # Only the class knows a default that is not a literal, such as float("inf").
-        if value is None or value == field.default or field.name not in chosen:
+        if value == field.default or field.name not in chosen:
+            continue
+        if value is None and field.name in UNKNOWN_DEFAULTS:
             continue
         if field.type is torch.dtype:
             value = _DTYPES[value] if value else field.default
