@@ -90,7 +90,7 @@ def test_options_reach_the_script_and_what_follows_two_dashes_the_trainer(
     dash: str, run: Run, tmp_path: Path
 ) -> None:
     shape = f"--pipeline{dash}parallel 4 --model{dash}chunks=2 --tensor{dash}parallel 3"
-    argv = f"{shape} --data{dash}parallel 5 --schedule interleaved -- --train-iters 7 -- --resume"
+    argv = f"{shape} --data{dash}parallel 5 --pipeline-schedule interleaved -- --train-iters 7 -- --resume"
     assert run(*argv.split()) == 0
     (name,) = runs_in(tmp_path)
     assert name.endswith("-interleaved-p4-c2-t3-d5")
@@ -107,7 +107,12 @@ def test_another_number_of_layers_is_cut_by_the_trainer(run: Run, tmp_path: Path
 
 @pytest.mark.parametrize(
     "argv",
-    ["--pipeline_parallel 1", "--schedule megatron", "-- --partition 3-5", "-- --plan=plan.json"],
+    [
+        "--pipeline_parallel 1",
+        "--pipeline-schedule megatron",
+        "-- --partition 3-5",
+        "-- --plan=plan.json",
+    ],
 )
 def test_layers_stay_where_nothing_or_the_user_says_where(
     argv: str, run: Run, tmp_path: Path
