@@ -90,7 +90,8 @@ def test_options_reach_the_script_and_what_follows_two_dashes_the_trainer(
     dash: str, run: Run, tmp_path: Path
 ) -> None:
     shape = f"--pipeline{dash}parallel 4 --model{dash}chunks=2 --tensor{dash}parallel 3"
-    argv = f"{shape} --data{dash}parallel 5 --pipeline-schedule interleaved -- --train-iters 7 -- --resume"
+    argv = f"{shape} --data{dash}parallel 5 --pipeline-schedule interleaved"
+    argv += " -- --train-iters 7 -- --resume"
     assert run(*argv.split()) == 0
     (name,) = runs_in(tmp_path)
     assert name.endswith("-interleaved-p4-c2-t3-d5")
