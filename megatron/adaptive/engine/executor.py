@@ -440,8 +440,7 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # Raise the error of a failed channel, if any, because it explains more than a timeout
-            # in the group.
+            # Raise the error of a failed channel, if any: it explains more than a timeout.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -781,8 +780,7 @@ class ActivationMeter:
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            held: Tensors not to count, such as parameters, which exist even without the forward
-                pass.
+            held: Tensors not to count, such as parameters.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 
