@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 USE_PAGE_LINES = 150
 """Largest number of lines of a page that says how to use something."""
 LONGEST_SENTENCE = 40
-"""Largest number of words of a sentence."""
+"""Maximum number of words in a sentence."""
 NOTEBOOK = "tutorial.md"
 """Page that is a notebook with its output, and therefore may be longer."""
 GENERATED = "flags.md"

@@ -37,7 +37,7 @@ def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
 def open_transports(
     kind: str = "shm", *, device: torch.device = CPU, staged: bool = False, **options: Any
 ) -> tuple[NativeTransport, NativeTransport]:
-    """Returns the nodes as transports, which leave four slots to their senders.
+    """Wraps each node in a transport that keeps four slots free for senders.
 
     Args:
         kind: ``shm`` or ``tcp``.

@@ -102,7 +102,7 @@ class Lanes:
     def hand_over(self) -> None:
         """Lets other actions compute while the current action communicates.
 
-        Returns when the current action's lane gets the turn back.
+        Blocks until the lane of the current action has its turn again.
         """
         lane = self._turn
         since_ns = time.monotonic_ns()

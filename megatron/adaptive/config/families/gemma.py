@@ -50,22 +50,24 @@ class Gemma(Llama):
     }
 
 
+# Values of keys that a config.json of Gemma 2 or 3 may leave out.
+_DEFAULTS: Mapping[str, Any] = {
+    **Llama.defaults,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
 class Gemma2(Gemma):
     """Gemma 2: also norms after both blocks, soft caps on scores and logits, sliding windows."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}
-    defaults = {
-        **Llama.defaults,
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    }
+    defaults = {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     window_period = 2
     keys = {
         "softmax_scale": ("query_pre_attn_scalar",),
@@ -92,17 +94,7 @@ class Gemma3Text(Gemma2):
 
     model_types = ("gemma3_text",)
     settings = {**Gemma2.settings, "qk_layernorm": True}
-    defaults = {
-        **Llama.defaults,
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    }
+    defaults = {**_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     window_period = 6
     keys = {
         "softmax_scale": ("query_pre_attn_scalar",),
