@@ -239,9 +239,9 @@ class Manager:
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
+        # A running job prefers nodes whose modules are imported: their ranks start at once.
+        is_ready = bool(self._incarnations)
         while self._stop is None:
-            # A running job prefers nodes whose modules are imported: their ranks start at once.
-            is_ready = bool(self._incarnations)
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
                 return choice
             why = f" ({self._chooser.why})" if self._chooser.why else ""
@@ -257,6 +257,7 @@ class Manager:
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
             if self._members.start_lost_again():
+                is_ready = False  # They import at the same time: do not begin with the quickest.
                 while self._members.are_starting and self._clock.now_s() < until_s:
                     await self._apply_all(until_s)
             else:
