@@ -73,9 +73,12 @@ COUNTERS = (
 _MOST_THREADS = 64
 _READS_PER_LISTING = 64
 _MOST_BYTES = 1 << 14
-_BUSY_FIELDS = (1, 2, 3, 6, 7)  # of the first line of /proc/stat: user, nice, system, interrupts
-_STEAL_FIELD = 8  # of the same line
-_MAJOR_FAULTS_FIELD = 9  # of /proc/self/stat, counted from the state
+_BUSY_FIELDS = (1, 2, 3, 6, 7)
+"""Indices of user, nice, system and interrupt times in the first line of ``/proc/stat``."""
+_STEAL_FIELD = 8
+"""Index of the stolen time in the same line."""
+_MAJOR_FAULTS_FIELD = 9
+"""Index of the major page faults in ``/proc/self/stat``, counted from the state."""
 _NS_PER_US = 1000
 
 

@@ -35,12 +35,12 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Tells what kept ranks from computing, by a counter of their machine.
+    """Contains the reason why ranks did not compute, according to a counter of their machine.
 
     Attributes:
         counter: Name of the counter in ``machine_counters``.
         text: Measured values and what they mean, a sentence about the ranks or the machine.
-        remedy: What users can do about it.
+        remedy: Action that users can take, in the imperative.
     """
 
     counter: str
@@ -74,7 +74,7 @@ class Finding:
         advice: Remedies, one sentence each, with the best first.
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
-        reason: What kept the ranks from computing, if counters of the machine tell.
+        reason: Reason of the slowdown in the machine's counters; ``None`` if they show none.
     """
 
     cause: str

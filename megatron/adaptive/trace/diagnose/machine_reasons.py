@@ -50,7 +50,7 @@ class _Wait:
     Attributes:
         counter: Name of the counter.
         text: Measured values and what they mean.
-        remedy: What users can do about it.
+        remedy: Action that users can take, in the imperative.
     """
 
     counter: str
@@ -125,11 +125,11 @@ def reason_of(m: Measured, column: int, chosen: slice, factor: float) -> Reason 
     lost = busy_ns / elapsed_ns * (1 - 1 / factor)
     for wait in _WAITS:
         share = shares(m, wait.counter)
-        own = float(np.nanmean(share[chosen, column]))
-        if own >= COUNTS and own - _usual(share, column, chosen) >= EXPLAINS * lost:
+        mean = float(np.nanmean(share[chosen, column]))
+        if mean >= COUNTS and mean - _usual(share, column, chosen) >= EXPLAINS * lost:
             # Pressure on disks is that of all programs, of which this rank need not be one.
-            is_own = wait.counter != DISK_WAIT or np.nansum(m.machine[DISK_PAGES][chosen, column])
-            if is_own:
+            waits_for_disk = bool(np.nansum(m.machine[DISK_PAGES][chosen, column]))
+            if wait.counter != DISK_WAIT or waits_for_disk:
                 return _reason(m, wait, [column], chosen)
     return None
 
@@ -187,7 +187,7 @@ def _reason(m: Measured, wait: _Wait, columns: Sequence[int], chosen: slice) -> 
             wait = _PINNED
         elif others < OTHERS_USE:
             wait = _CROWDED
-    words = {
+    values = {
         "share": float(np.nanmean(shares(m, wait.counter)[chosen][:, columns])),
         "host": host,
         "processors": allowed,
@@ -195,5 +195,5 @@ def _reason(m: Measured, wait: _Wait, columns: Sequence[int], chosen: slice) -> 
         "others": others,
     }
     return Reason(
-        counter=wait.counter, text=wait.text.format(**words), remedy=wait.remedy.format(**words)
+        counter=wait.counter, text=wait.text.format(**values), remedy=wait.remedy.format(**values)
     )
