@@ -1,4 +1,4 @@
-"""The plug-in with every release of megatron-core from 0.15 to 0.19, and how it knows them.
+"""The plug-in with every release of megatron-core from 0.15 on, and how it knows them.
 
 Also ``train megatron-lm``, Megatron-LM's own trainer as the wheel carries it from 0.17 on.
 """
@@ -21,11 +21,12 @@ from megatron.adaptive.trace.read import read_run
 accelerator.install()
 
 from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail  # noqa: E402
+from ..support.core_trees import FETCHED, UNPACKED, trees_of_others  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
-UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
-VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+OTHERS = trees_of_others()
+VERSIONS = (*FETCHED, *OTHERS)
 # Until 0.17 megatron-core's own loop frees outputs that gloo has yet to send.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
@@ -95,7 +96,7 @@ def test_steps_are_those_of_its_own_schedule(
 
 @pytest.mark.parametrize(
     "python_path",
-    [pytest.param(version, marks=real) for version in ("0.15.3", "0.19.2")],
+    [pytest.param(version, marks=real) for version in ("0.15.3", "0.19.2", *OTHERS)],
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "python_path",
-    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2")],
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2", *OTHERS)],
     indirect=True,
 )
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(

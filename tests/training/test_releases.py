@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail
+from ..support.core_trees import UNPACKED, trees_of_others
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
-UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
 COMMON = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -50,9 +50,9 @@ MODELS: Mapping[str, tuple[int, str]] = {
 CASES = [
     *(("0.17.1", model) for model in ("gpt", "llama")),
     *(("0.18.2", model) for model in ("experts", "latent")),
-    *(("0.19.2", model) for model in MODELS),
+    *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models that are trained; the newest release trains all."""
+"""Releases and models that are trained; the newest release and trees of others train all."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
