@@ -44,6 +44,8 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # The releases number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
+    # As in DeepSeek-V2-Lite: keys and values are compressed and normalized, queries are not.
+    "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
 """Number of ranks and flags of each model."""
