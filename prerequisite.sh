@@ -10,14 +10,15 @@
 #   otherwise
 #       -> .venv in this checkout with everything
 #
-# With --gpu-target it is an environment like that of a machine with GPUs, outside this checkout.
+# With --gpu-target it is an environment like that of a machine with GPUs, with --python VERSION one of
+# another Python; both are outside this checkout.
 set -euo pipefail
 
 usage() {
   cat <<'TEXT'
 usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions] [--all]
                        [--benchmarks] [--examples] [--print-python]
-       prerequisite.sh --gpu-target [--print-python]
+       prerequisite.sh --gpu-target | --python VERSION [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
@@ -38,6 +39,10 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions
                   2.11.0 with CUDA 13.0, and what --test installs; 7 GB, kept for all checkouts in
                   ~/.cache/megatron-adaptive/gpu-target (XDG_CACHE_HOME); for
                   scripts/test.sh --gpu-target
+  --python VERSION
+                  an environment with that Python, such as 3.12: its torch, the newest supported release
+                  of megatron-core, and what --test installs; about 7 GB, kept for all checkouts in
+                  ~/.cache/megatron-adaptive/python-VERSION; for scripts/test.sh --python VERSION
   --print-python  only print the Python that is or would be used; set nothing up
 TEXT
 }
@@ -59,13 +64,24 @@ declare -A asked=(
 )
 print_only=0
 gpu_target=0
-for argument in "$@"; do
+wanted_python=''
+while (($#)); do
+  argument=$1
+  shift
   case $argument in
     --test | --rdma | --views | --lab | --slurm | --versions | --benchmarks | --examples)
       asked[${argument#--}]=1
       ;;
     --all) for part in test rdma views lab slurm versions; do asked[$part]=1; done ;;
     --gpu-target) gpu_target=1 ;;
+    --python)
+      wanted_python=${1:-}
+      [[ $wanted_python =~ ^3\.[0-9]+$ ]] ||
+        fail "--python '$wanted_python': a version of two numbers is needed, such as 3.12"
+      ((${wanted_python#3.} >= 10)) ||
+        fail "--python $wanted_python: this project needs Python 3.10 or newer"
+      shift
+      ;;
     --print-python) print_only=1 ;;
     -h | --help)
       usage
@@ -101,6 +117,7 @@ core_versions=(
   triton==3.9.0
 )
 core_folder=$root/build/megatron-core
+newest_core=megatron-core==0.19.2
 
 # ---- which Python
 
@@ -487,17 +504,14 @@ set_up() {
   } >"$(stamp_path)"
 }
 
-# ---- the environment of a machine with GPUs
+# ---- environments outside the checkout: a machine with GPUs, another Python
 
-target=$cache/gpu-target
-target_torch=torch==2.11.0 # its wheel on the package index is the one with CUDA 13.0
-
-# Prints a Python 3.12, nothing where there is none.
-python_for_target() {
+# Prints a Python of a version, nothing where there is none.
+python_of_version() {
   local candidate
-  for candidate in python3.12 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python; do
+  for candidate in "python$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/bin/python; do
     # A shim of pyenv is there, but fails, where another version is chosen.
-    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+    if "$candidate" -c "import sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
       printf '%s\n' "$candidate"
       return
     fi
@@ -508,23 +522,63 @@ python_for_target() {
 make_target() {
   local from
   if [[ $(cat -- "$target/.torch" 2>/dev/null) == "$target_torch" ]]; then return; fi
-  from=$(python_for_target)
+  from=$(python_of_version "$target_version")
   [[ -n $from ]] ||
-    fail '--gpu-target: there is no Python 3.12; install it (pyenv install 3.12, or python3.12-venv of Debian)'
+    fail "$option: there is no Python $target_version; install it (pyenv install $target_version, or python$target_version-venv of Debian)"
   log_steps_to "$root/build/prerequisite.log"
   run_step "making the environment $target from $from" - "$from" -m venv "$target" ||
-    fail "--gpu-target: $from could not make $target"
+    fail "$option: $from could not make $target"
   python=$target/bin/python
-  pip_step "installing $target_torch: several GB are downloaded" "$target_torch" || fail "--gpu-target: pip could not install $target_torch into $target"
-  "$python" -c 'import sys, torch; sys.exit(torch.version.cuda != "13.0")' ||
-    fail "--gpu-target: the $target_torch that pip installed is not for CUDA 13.0; name another package index"
+  pip_step "installing $target_torch: several GB are downloaded" "$target_torch" || fail "$option: pip could not install $target_torch into $target"
+  if ((gpu_target)); then
+    "$python" -c 'import sys, torch; sys.exit(torch.version.cuda != "13.0")' ||
+      fail "$option: the $target_torch that pip installed is not for CUDA 13.0; name another package index"
+  fi
   printf '%s\n' "$target_torch" >"$target/.torch"
 }
 
-if ((gpu_target)); then
+# Installs the newest supported release of megatron-core, also where its wheel names a newer Python.
+install_newest_core() {
+  local site helper
+  python=$target/bin/python
+  if "$python" -m pip show "${newest_core%%=*}" 2>/dev/null | grep -qx "Version: ${newest_core##*=}"; then
+    return
+  fi
+  log_steps_to "$root/build/prerequisite.log"
+  if pip_step "installing $newest_core" "$newest_core"; then return; fi
+  work=$(mktemp -d)
+  # The compiled helper is that of the pinned release, whose wheel fits this Python.
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  if ! pip_step "fetching a helper for $newest_core" --no-deps --target "$work/pinned" \
+    "$(grep '^megatron-core==' requirements.txt)" ||
+    ! pip_step "unpacking $newest_core" --no-deps --target "$site" --python-version 3.12 \
+      --only-binary :all: --ignore-requires-python "$newest_core"; then
+    fail "$option: pip could not install $newest_core into $target"
+  fi
+  for helper in "$work"/pinned/megatron/core/datasets/helpers_cpp*.so; do
+    cp -n -- "$helper" "$site/megatron/core/datasets/"
+  done
+  rm -rf -- "$work"
+  work=''
+}
+
+if ((gpu_target)) || [[ -n $wanted_python ]]; then
+  if ((gpu_target)) && [[ -n $wanted_python ]]; then
+    fail "--gpu-target --python $wanted_python: each is an environment of its own; give one of them"
+  elif ((gpu_target)); then
+    option=--gpu-target
+    target=$cache/gpu-target
+    target_version=3.12
+    target_torch=torch==2.11.0 # its wheel on the package index is the one with CUDA 13.0
+  else
+    option="--python $wanted_python"
+    target=$cache/python-$wanted_python
+    target_version=$wanted_python
+    target_torch=$(grep '^torch==' requirements.txt)
+  fi
   for part in "${!asked[@]}"; do
     if ((asked[$part])) && [[ $part != test ]]; then
-      fail "--gpu-target installs what --test does and nothing more: leave out --$part (or --all)"
+      fail "$option installs what --test does and nothing more: leave out --$part (or --all)"
     fi
   done
   if ((print_only)); then
@@ -536,6 +590,7 @@ if ((gpu_target)); then
   exec 8>"$target/.lock"
   flock 8
   make_target
+  if ((!gpu_target)); then install_newest_core; fi
   VIRTUAL_ENV=$target exec bash "$root/prerequisite.sh" --test
 fi
 

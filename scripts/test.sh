@@ -8,21 +8,30 @@
 # file stays whole, since its tests share ranks, nodes or a browser.
 # With --gpu-target: what needs no GPU of the code that runs beside one, in an environment like that of
 # a machine with GPUs (prerequisite.sh --gpu-target), then a rehearsal of scripts/gpu_check.sh there.
-# Where files are named too, those alone.
+# With --python VERSION, such as 3.12: the suite's core in an environment with that Python, its torch and
+# the newest supported release of megatron-core (prerequisite.sh --python VERSION).
+# Where files are named too with one of the two, those alone.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-setup=--test
+setup=(--test)
 gpu_target=0
+other_python=0
 marks=(-m 'not (rdma_lab or slurm_lab or sanitizer or long)')
 words=()
-for word in "$@"; do
+while (($#)); do
+  word=$1
+  shift
   if [[ $word == --all ]]; then
-    setup=--all
+    setup=(--all)
     marks=()
   elif [[ $word == --gpu-target ]]; then
-    setup=--gpu-target
+    setup=(--gpu-target)
     gpu_target=1
+  elif [[ $word == --python ]]; then
+    setup=(--python "${1:-}")
+    other_python=1
+    shift || true
   else
     words+=("$word")
   fi
@@ -32,7 +41,12 @@ beside_gpus=(
   tests/{training,gpt,engine,transport,plugin,checkpoint,data,gpu}
   tests/test_*.py benchmarks/tests/test_gpu_*.py tests/multiprocess/test_equivalence.py
 )
-python=$(bash prerequisite.sh "$setup" | tail -n 1)
+# What depends on the releases of Python, torch and megatron-core.
+core=(
+  tests/{checkpoint,config,data,engine,gpt,modules,plugin,profiling,rebalance,schedule,trace,training}
+  tests/{planner,transport} tests/test_*.py tests/multiprocess/test_equivalence.py
+)
+python=$(bash prerequisite.sh "${setup[@]}" | tail -n 1)
 processors=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
 share=()
 if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
@@ -49,4 +63,5 @@ if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then
   VIRTUAL_ENV=${python%/bin/python} bash scripts/gpu_check.sh --rehearse --minutes 30 || status=$?
   exit "$status"
 fi
+if ((other_python)) && [[ " ${words[*]} " != *" tests/"* ]]; then words+=("${core[@]}"); fi
 exec "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}"

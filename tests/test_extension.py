@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,8 +96,24 @@ except errors.SetupError as error:
 """
         lines = run_python(code).stdout.splitlines()
         assert len(lines) == 2
-        assert "is not built for this Python; build it with" in lines[0]
+        assert re.search(r"is not built for this Python( \(.*)?; build it with", lines[0])
         assert lines[1] == f"a test needs the C++ extension: {lines[0]}"
+
+    def test_a_build_for_another_python_is_named(self, tmp_path: Path) -> None:
+        package = ROOT / "megatron" / "adaptive"
+        copied = tmp_path / "megatron" / "adaptive"
+        copied.mkdir(parents=True)
+        for name in ("__init__.py", "errors.py", "extension.py"):
+            shutil.copy(package / name, copied)
+        (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
+        code = "from megatron.adaptive import extension; print(extension.why_missing())"
+        # -S leaves out the environment's packages, among them this checkout with its own build.
+        command = [sys.executable, "-S", "-c", code]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        said = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert f"({sys.implementation.cache_tag}), only _C.cpython-399-x86_64-linux-gnu.so;" in said
 
     def test_extension_of_another_interface_is_refused(self) -> None:
         code = """

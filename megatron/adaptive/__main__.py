@@ -15,6 +15,7 @@ from importlib import metadata
 from megatron.adaptive import __version__
 from megatron.adaptive.cli.common import interrupts_end_at_once, open_streams, run_cli
 from megatron.adaptive.config.command_parser import PROGRAM
+from megatron.adaptive.config.core_copies import core_version
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _HELP = ("-h", "--help")
@@ -236,11 +237,11 @@ def _group_text(group: str) -> str:
 def _versions() -> str:
     """Returns the versions of this package, megatron-core, torch and Python as a line."""
     versions = [f"megatron-adaptive {__version__}"]
-    for package in ("megatron-core", "torch"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{package} not installed")
+    versions.append(f"megatron-core {core_version() or 'not installed'}")
+    try:
+        versions.append(f"torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        versions.append("torch not installed")
     return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 

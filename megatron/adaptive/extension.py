@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import ModuleType
 
 from megatron.adaptive.errors import SetupError
@@ -16,7 +19,10 @@ _NAME = "megatron.adaptive._C"
 # Version of the interface between Python and C++; must equal the number in csrc/bindings/module.cc.
 # Raise both numbers if the Python code no longer works with an older build of the extension.
 _INTERFACE = 6
-_REMEDY = "build it with `python setup.py build_ext --inplace` in the checkout"
+_REMEDY = (
+    "build it with `python setup.py build_ext --inplace` in the checkout, or install the wheel for "
+    "this Python"
+)
 
 
 def load() -> ModuleType | None:
@@ -52,10 +58,19 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
     except ModuleNotFoundError as error:
         if error.name != _NAME:
             return None, f"{_NAME} cannot be loaded: {error}"
-        return None, f"{_NAME} is not built for this Python; {_REMEDY}"
+        return None, f"{_NAME} is not built for this Python{_builds_for_others()}; {_REMEDY}"
     except ImportError as error:
         return None, f"{_NAME} cannot be loaded: {error}"
     interface = getattr(module, "INTERFACE", None)
     if interface != _INTERFACE:
         return None, f"{_NAME} has interface {interface}, this code needs {_INTERFACE}; {_REMEDY}"
     return module, None
+
+
+def _builds_for_others() -> str:
+    """Returns a note in brackets that names builds for other Pythons; empty if there are none."""
+    names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
+    names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
+    if not names:
+        return ""
+    return f" ({sys.implementation.cache_tag}), only {', '.join(names)}"

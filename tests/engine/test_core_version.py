@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatron
 from megatron.adaptive import accelerator
 from megatron.adaptive.errors import SetupError
 
@@ -78,3 +82,23 @@ def test_an_older_one_than_the_caller_supports_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(core_version.package_info, "MINOR", 14)
     with pytest.raises(SetupError, match=r"^megatron-core \S+: it is older .*; use another$"):
         check()
+
+
+@pytest.mark.parametrize(("rank", "warnings_count"), [("0", 1), ("1", 0)])
+def test_other_copies_on_the_path_give_the_first_rank_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, warnings_count: int
+) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 14\nPATCH = 2\nPRE_RELEASE = ''\n")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(core.parent)])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        check()
+    lines = [str(warning.message) for warning in seen]
+    assert len(lines) == warnings_count
+    for line in lines:
+        assert re.search(
+            rf"several megatron-cores .* is used, not 0.14.2 in {core}; take one", line
+        )

@@ -17,7 +17,6 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.tensor_parallel import layers as parallel_layers  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.moe import grouped_gemm_util  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Installed  # noqa: E402
@@ -209,6 +208,9 @@ def test_apex_norms_no_model_that_it_refuses(
 def test_grouped_products_without_their_package_are_refused(
     build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Only releases before 0.17 use that package; test_releases trains experts with later ones.
+    name = "megatron.core.transformer.moe.grouped_gemm_util"
+    grouped_gemm_util = pytest.importorskip(name, reason="this megatron-core needs no grouped_gemm")
     flags = "--bf16 --disable-bias-linear --num-experts 2 --moe-grouped-gemm"
     assert build(flags)
     monkeypatch.setattr(grouped_gemm_util, "grouped_gemm", None)

@@ -80,7 +80,7 @@ def test_the_planner_reads_what_is_written(
     assert len(read_model(str(path)).layers) == len(measured.cut_points) + 1
     cluster = tmp_path / "cluster.json"
     node = {
-        "type": "box", "gpu": "cpu", "count": 1, "gpus_per_node": 2, "memory": "1 GB",
+        "type": "box", "gpu": "cpu", "count": 1, "gpus_per_node": 2, "memory": "8 GB",
         "link": {"bandwidth": "1 GB/s", "latency": "5 us"},
     }  # fmt: skip
     cluster.write_text(json.dumps({"format": 1, "nodes": [node]}))

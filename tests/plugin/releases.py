@@ -8,10 +8,10 @@ from importlib import metadata
 import pytest
 
 from ..multiprocess.launch import ROOT, forkserver
+from ..support.core_trees import FETCHED, UNPACKED, trees_of_others
 
-UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
-VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+VERSIONS = (*FETCHED, *trees_of_others())
 real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 

@@ -52,11 +52,10 @@ def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) 
     check_model(config or configuration(), chunks or [Chunk()], Settings(**settings), groups)
 
 
-def test_weights_in_parts() -> None:
-    with pytest.raises(
-        ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"
-    ):
-        check(configuration(gtp_weight_remat_size=2))
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_in_parts(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=2 of the model: parts of weights"):
+        check(configuration(**{name: 2}))
 
 
 def test_groups_of_another_job_than_ours() -> None:
@@ -98,7 +97,19 @@ def test_what_is_not_refused() -> None:
     ("name", "value", "reason"),
     [
         ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
+        ("cuda_graph_impl", "full_iteration", "a CUDA graph replays the order it was captured in"),
+        ("moe_paged_stash", True, "only megatron-core's own loop resets the stash"),
         ("hybrid_context_parallel", True, "it needs a special loop"),
+        (
+            "dynamic_context_parallel",
+            True,
+            "the context-parallel group changes from microbatch to microbatch",
+        ),
+        (
+            "sequence_packing_scheduler",
+            "dp_balanced",
+            "it deals documents to microbatches anew in each step",
+        ),
         (
             "delay_wgrad_compute",
             True,

@@ -1,4 +1,4 @@
-"""The plug-in with every release of megatron-core from 0.15 to 0.19, and how it knows them.
+"""The plug-in with every release of megatron-core from 0.15 on, and how it knows them.
 
 Also ``train megatron-lm``, Megatron-LM's own trainer as the wheel carries it from 0.17 on.
 """
@@ -20,9 +20,11 @@ from megatron.adaptive.trace.read import read_run
 accelerator.install()
 
 from ..multiprocess.launch import run_ranks, tail  # noqa: E402
+from ..support.core_trees import trees_of_others  # noqa: E402
 from .releases import VERSIONS, real  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
+OTHERS = trees_of_others()
 # Until 0.17 megatron-core's own loop frees outputs that gloo has yet to send.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
@@ -76,7 +78,7 @@ def test_steps_are_those_of_its_own_schedule(
 
 @pytest.mark.parametrize(
     "python_path",
-    [pytest.param(version, marks=real) for version in ("0.15.3", "0.19.2")],
+    [pytest.param(version, marks=real) for version in ("0.15.3", "0.19.2", *OTHERS)],
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "python_path",
-    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2")],
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2", *OTHERS)],
     indirect=True,
 )
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(

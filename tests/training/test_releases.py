@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail
+from ..support.core_trees import UNPACKED, trees_of_others
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
-UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
 COMMON = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -44,15 +44,17 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # The releases number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
+    # As in DeepSeek-V2-Lite: keys and values are compressed and normalized, queries are not.
+    "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
 """Number of ranks and flags of each model."""
 CASES = [
     *(("0.17.1", model) for model in ("gpt", "llama")),
     *(("0.18.2", model) for model in ("experts", "latent")),
-    *(("0.19.2", model) for model in MODELS),
+    *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models that are trained; the newest release trains all."""
+"""Releases and models that are trained; the newest release and trees of others train all."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 

@@ -23,6 +23,7 @@ from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.inventory import rdma_ports, resolve, why_no_gpu_use
 from megatron.adaptive.cluster.node_processes import check_port
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
+from megatron.adaptive.config.core_copies import core_version, shadowed_copies
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.network import interface_of, is_loopback, own_address
@@ -151,6 +152,7 @@ def _software() -> Iterator[Check]:
     text = f"{sys.version.split()[0]} ({sys.executable})"
     mend = "use Python 3.10 or newer" if sys.version_info[:2] < _LEAST_PYTHON else ""
     yield _check("Python", text, mend, is_error=True)
+    yield _core()
     done = subprocess.run(
         [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False
     )
@@ -174,6 +176,16 @@ def _software() -> Iterator[Check]:
         text = f"torch is built for CUDA {built}, but there is no GPU that it can use"
         mend = "see nvidia-smi and CUDA_VISIBLE_DEVICES; without GPUs set DEVICE=cpu"
         yield _check("CUDA", text, mend)
+
+
+def _core() -> Check:
+    version = core_version()
+    if version is None:
+        mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
+        return _check("megatron-core", "it is not there", mend, is_error=True)
+    mend = "keep one: take the checkout off PYTHONPATH, or pip uninstall megatron-core"
+    text = shadowed_copies()
+    return _check("megatron-core", text or version, mend if text else "")
 
 
 def _extension() -> Iterator[Check]:

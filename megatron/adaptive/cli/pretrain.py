@@ -183,7 +183,7 @@ def _transformer_config(args: Any) -> Any:
             return candidate.core_transformer_config_from_args(args)
     raise SetupError(
         "this megatron.training has no core_transformer_config_from_args: use that of "
-        "megatron-core 0.17 to 0.19"
+        "megatron-core 0.17 to 0.20"
     )
 
 

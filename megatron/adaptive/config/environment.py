@@ -334,6 +334,11 @@ SECRET_FILE_VARIABLE = "MEGATRON_ADAPTIVE_SECRET_FILE"
 _LEAST_SECRET = 16
 
 
+def is_first_process() -> bool:
+    """Returns whether this process is the job's first, which alone prints what all would print."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def job_secret() -> str | None:
     """Returns the job's secret, or ``None`` if the user gave none.
 

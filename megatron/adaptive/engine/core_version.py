@@ -16,9 +16,11 @@ from megatron.core import package_info, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 
+from megatron.adaptive.config.core_copies import shadowed_copies
+from megatron.adaptive.config.environment import is_first_process
 from megatron.adaptive.errors import SetupError
 
-NEWEST = (0, 19)
+NEWEST = (0, 20)
 """Newest release of megatron-core with which the tests run."""
 
 # ``backward_step`` is missing here, because its arguments differ between versions:
@@ -53,7 +55,8 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 def check(oldest: tuple[int, int], remedy: str) -> None:
     """Raises an error if the engine cannot use the installed megatron-core.
 
-    Prints a warning if the release is newer than those tested.
+    The job's first process prints a warning if the release is newer than those tested, and if
+    several versions are on the path.
 
     Args:
         oldest: Major and minor number of the oldest release that the caller supports.
@@ -71,6 +74,10 @@ def check(oldest: tuple[int, int], remedy: str) -> None:
         reason = "it is older than the releases that are supported"
     if reason is not None:
         raise SetupError(f"megatron-core {megatron.core.__version__}: {reason}; {remedy}")
+    if not is_first_process():
+        return
+    if (line := shadowed_copies()) is not None:
+        warnings.warn(f"{line}; take one off PYTHONPATH or uninstall it", stacklevel=3)
     if release > NEWEST:
         warnings.warn(
             f"megatron-core {megatron.core.__version__} is newer than the releases that "

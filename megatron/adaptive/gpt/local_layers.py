@@ -8,6 +8,7 @@ adds these features; ``attention.py`` adds those of attention.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -89,10 +90,30 @@ class LocalLatentAttention(MLASelfAttention):
     heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
     """
 
+    config: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        """Returns the classes of the projections and norms; megatron-core 0.19 calls it.
+
+        Without compressed queries, 0.19 normalizes the input of the queries' projection, in a class
+        of Transformer Engine. Here nothing normalizes queries then, as in other releases.
+        """
+        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
+            return super()._resolve_qk_norm_config(submodules)
+        without = dataclasses.replace(submodules, q_layernorm=None, kv_layernorm=None)
+        config = self.config
+        self.config = copy.copy(config)
+        self.config.qk_layernorm = False
+        try:
+            classes = super()._resolve_qk_norm_config(without)
+        finally:
+            self.config = config
+        return {**classes, "kv_layernorm": submodules.kv_layernorm}
 
     def _gathered(self, _module: Any, _inputs: Any, output: Any) -> Any:
         whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)

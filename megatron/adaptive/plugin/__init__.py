@@ -139,7 +139,7 @@ def install(
 
     core_version.check(
         oldest=(0, 15),
-        remedy="use megatron-core 0.15 to 0.19 (tested most with 0.16.1) or leave install() out",
+        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1) or leave install() out",
     )
     from megatron.adaptive.plugin import patch
 

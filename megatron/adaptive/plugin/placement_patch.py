@@ -108,7 +108,7 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "by which stages are placed; use megatron-core 0.15 to 0.19 or leave install() "
+                    "by which stages are placed; use megatron-core 0.15 to 0.20 or leave install() "
                     "out"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))

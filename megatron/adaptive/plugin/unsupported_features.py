@@ -30,6 +30,8 @@ _CONFIG = {
     "fine_grained_activation_offloading": "it relies on the order of megatron-core's own loop",
     "moe_paged_stash": "only megatron-core's own loop resets the stash",
     "hybrid_context_parallel": "it needs a special loop",
+    "dynamic_context_parallel": "the context-parallel group changes from microbatch to microbatch",
+    "sequence_packing_scheduler": "it deals documents to microbatches anew in each step",
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
@@ -86,11 +88,12 @@ def check_model(
         value = getattr(config, name, None)
         if value not in _OFF:
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
-    if (parts := getattr(config, "gtp_weight_remat_size", 1)) > 1:
-        raise ConfigError(
-            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
-            f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
-        )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (parts := getattr(config, name, 1)) > 1:
+            raise ConfigError(
+                f"{name}={parts} of the model: parts of weights are gathered in the order of "
+                f"megatron-core's own loop; set it to 1 {_INSTEAD}"
+            )
     _check_fp8(config, settings, groups)
     _check_groups(config, settings, groups)
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)

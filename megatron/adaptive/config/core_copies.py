@@ -1,0 +1,66 @@
+"""Finds the copies of megatron-core on Python's path, without importing them.
+
+A Megatron-LM checkout on ``PYTHONPATH`` comes before an installed megatron-core, although
+pip shows the installed one. Python imports the first on the path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import megatron
+
+_NUMBERS = re.compile(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\"]?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CoreCopy:
+    """Describes a megatron-core on Python's path.
+
+    Attributes:
+        version: Version that its ``package_info.py`` names, such as ``0.19.2``.
+        folder: Folder of the package ``megatron.core``.
+    """
+
+    version: str
+    folder: Path
+
+
+def core_copies() -> list[CoreCopy]:
+    """Returns the copies in the order of the path, each folder once; Python imports the first."""
+    copies: dict[Path, CoreCopy] = {}
+    for part in megatron.__path__:
+        folder = Path(part, "core")
+        try:
+            numbers = _NUMBERS.findall((folder / "package_info.py").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        version = ".".join(numbers[:3]) + "".join(numbers[3:])
+        copies.setdefault(folder.resolve(), CoreCopy(version, folder))
+    return list(copies.values())
+
+
+def core_version() -> str | None:
+    """Returns the version of the megatron-core that Python imports, ``None`` if there is none."""
+    if copies := core_copies():
+        return copies[0].version
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def shadowed_copies() -> str | None:
+    """Returns a line about copies of other versions than the imported one; ``None`` without any."""
+    copies = core_copies()
+    others = [copy for copy in copies[1:] if copy.version != copies[0].version]
+    if not others:
+        return None
+    listed = ", ".join(f"{copy.version} in {copy.folder}" for copy in others)
+    return (
+        f"several megatron-cores are on the path: {copies[0].version} in {copies[0].folder} is "
+        f"used, not {listed}"
+    )

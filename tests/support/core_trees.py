@@ -1,0 +1,19 @@
+"""Finds the trees of megatron-core beside the installed one with which tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+UNPACKED = Path(__file__).resolve().parents[2] / "build/megatron-core"
+"""Folder in which ``prerequisite.sh --versions`` unpacks releases."""
+FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Releases that ``prerequisite.sh --versions`` unpacks, and the pinned one."""
+
+
+def trees_of_others() -> list[str]:
+    """Returns the names of trees that somebody has put there, such as a checkout of main.
+
+    The tree ``build/megatron-core/megatron-core==NAME`` has the name NAME. A link will do.
+    """
+    names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
+    return [name for name in names if name not in FETCHED]
