@@ -113,14 +113,14 @@ def test_only_the_first_slice_of_a_microbatch_must_fit_with_all_the_others() -> 
 
 
 def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
-    state = RankState(placement=V, rank=0, num_microbatches=4, num_slices=2, cap=2.0)
+    state = RankState(placement=V, rank=0, num_microbatches=4, num_slices=2, cap=2.25)
     run(state, "F0-0 F0-1 F0-2")
     state.arrive(ActionKind.F, 1, 0)
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # Five of eight units are held and one is promised, so the third microbatch has room for itself,
-    # but not for one microbatch in the later chunk.
+    # Of nine units five are held and one is promised. The third microbatch needs two, and as many
+    # for one microbatch in the later chunk.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
 

@@ -152,7 +152,8 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
         # A B needs the F of every slice of its microbatch.
         if index - index % slices + slices > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
-        index = item_of(s, B, index)
+        if slices > 1:
+            index = item_of(s, B, index)
     return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * items + index] == 1
 
 
