@@ -134,11 +134,16 @@ def _class_glosses(kind: type) -> dict[str, str]:
         (Pipeline.loop, Loop, {"pipeline", "self"}),
         (make_policies, Candidate, {"num_microbatches"}),
         (simulate, RankState, {"policies", "times", "seed", "compiled", "rank"}),
-        (draw, StageProfile, {"placement", "num_microbatches", "seed", "link", "links"}),
+        (
+            draw,
+            StageProfile,
+            {"placement", "num_microbatches", "seed", "link", "links"}
+            | {"num_slices", "attention_share", "slice_cut"},
+        ),
         (
             choose_together,
             choose,
-            {"loads", "limits", "halves", "gain", "placement", "most", "quick"},
+            {"loads", "limits", "halves", "gain", "placement", "most", "quick", "num_slices"},
         ),
         (
             NcclTransport,

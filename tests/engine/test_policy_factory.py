@@ -111,6 +111,19 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
     assert orders.inputs_in_flight(8, smallest=0.5) == 8
 
 
+def test_slices_are_items_of_a_step() -> None:
+    placement = Placement(num_ranks=4, num_chunks=1, kind="loop")
+    shares = (0.5, 0.25, 0.25)
+    orders = Orders(
+        schedule="adaptive", placement=placement, pp_rank=3, cap=6.0, slice_shares=shares
+    )
+    assert orders.inputs_in_flight(32) == 6 * 3
+    state = orders.state(2, forward_only=False)
+    assert (state.num_microbatches, state.num_slices, state.num_items) == (2, 3, 6)
+    assert orders.state(2, forward_only=False, sizes=[30.0, 10.0]).num_items == 6
+    assert orders.state(2, forward_only=True).num_items == 6
+
+
 def test_channels_hold_what_the_hungriest_rank_of_unequal_stages_keeps() -> None:
     def inputs_in_flight(count: int, schedule: str = "adaptive", cap: float | None = None) -> int:
         placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))

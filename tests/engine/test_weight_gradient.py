@@ -174,6 +174,19 @@ def test_backwards_ascend_and_come_before_their_weights() -> None:
         collect(store, 1, [weight()])
 
 
+def test_slices_of_a_microbatch_descend() -> None:
+    store = WeightGradientStore()
+    store.num_slices = 3
+    order = [2, 1, 0, 5, 4, 3]
+    for item in order:
+        collect(store, item, [weight()])
+    for item in order:
+        store.run(item, 0, 1)
+    assert store.pending == 0
+    with pytest.raises(ScheduleError, match="of microbatch 4 was started after"):
+        collect(store, 4, [weight()])
+
+
 def test_a_backward_of_the_usual_kind_is_refused() -> None:
     output = defer(LinearCall(weight(), None), torch.randn(ROWS, WIDTH), WeightGradientStore())
     with pytest.raises(ScheduleError, match="not as a split backward; run it within"):

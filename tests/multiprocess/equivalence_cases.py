@@ -48,6 +48,12 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
+# Sequences that are long enough to cut.
+LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
+MODERN_LONG = f"{MODERN} {LONG}"
+# Three of four layers see the last tokens alone; the window is longer than a slice.
+WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
+GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers see the last tokens alone.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
 # Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
@@ -87,6 +93,10 @@ MODEL_NAMES = {
     GEMMA_LENGTHS: "gemma-lengths",
     WINDOWS: "windows",
     UNLIKE: "unlike",
+    LONG: "long",
+    MODERN_LONG: "modern-long",
+    WINDOWS_LONG: "windows-long",
+    GEMMA_LONG: "gemma-long",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -370,6 +380,23 @@ BY_KERNELS = (
     Case("zb-h1", tp=2, pp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
+SLICES = "--sequence-slices"
+# Sequences cut into slices, under the rules and the fixed order that take them.
+SLICED = (
+    Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
+    Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
+    Case("adaptive", tp=2, model=MODERN_LONG, extra=f"{SLICES} 3 {SEQUENCE} {RECOMPUTE}"),
+    Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 3 --transport tcp"),
+    Case("adaptive", pp=2, model=WINDOWS_LONG, extra=f"{SLICES} 4 {WHOLE}"),
+    Case("adaptive", pp=2, chunks=2, model=MODERN_LONG, extra=f"{SLICES} 4 {V}"),
+    Case("adaptive", pp=2, chunks=2, model=GEMMA_LONG, extra=f"{SLICES} 4 {LOOP}"),
+    Case("dfc", pp=2, model=MODERN_LONG, extra=f"{SLICES} 4 {KERNEL} --activation-cap 1"),
+    Case("seq-1f1b", pp=2, model=GEMMA_LONG, extra=f"{SLICES} 4 {RECOMPUTE}"),
+    Case("adaptive", dp=2, model=LONG, extra=f"{SLICES} 2 --overlap-grad-reduce"),
+    Case("adaptive", pp=2, dp=2, model=LONG, extra=f"{SLICES} 4 --overlap-grad-reduce"),
+    Case("adaptive", tp=2, pp=2, chunks=2, model=WINDOWS_LONG, extra=f"{SLICES} 4 {V} {SEQUENCE}"),
+    Case("adaptive", pp=4, chunks=2, model=MODERN_LONG, extra=f"{SLICES} 4 {V} --activation-cap 1"),
+)
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
@@ -491,6 +518,7 @@ SAME_LOSSES = (
         {"schedule": "megatron"},
     ),
     same(dataclasses.replace(DROPPING, pp=4), {"run": 2}, {"schedule": "1f1b"}),
+    same(dataclasses.replace(DROPPING, pp=2, extra=f"{SLICES} 2"), {"run": 2}),
     same(dataclasses.replace(DROPPING, tp=2, pp=2), {"run": 2}, {"schedule": "1f1b"}),
     same(dataclasses.replace(DROPPING, pp=2, dp=2), {"run": 2}, {"schedule": "1f1b"}),
 )

@@ -51,6 +51,7 @@ from .equivalence_cases import (
     SAME_SUMS,
     SHAPES,
     SHORT_STEPS,
+    SLICED,
     SPREAD_ANEW,
     STEPS,
     TODAY,
@@ -121,7 +122,7 @@ def test_all_shapes_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT))], ids=str
+    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT, *SLICED))], ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome)

@@ -94,6 +94,12 @@ balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
     | it gives every replica the same number of microbatches
+sequence_slices needs transformer_impl=local | only local layers attend to earlier slices
+sequence_slices excludes context_parallel_size>1 multi_latent_attention mtp_num_layers
+    num_moe_experts variable_seq_lengths sample_prompt stage_data_parallel_sizes
+    | slices of sequences do not work with it
+sequence_slices excludes record_schedule replay_schedule repartition
+    balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16
@@ -183,6 +189,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
         for is_broken, message in rules:
             if is_broken:
                 raise ConfigError(message)
+    _ = config.slice_ends  # raises an error if a sequence cannot be cut so
 
 
 def _given_flags(config: TrainerConfig) -> GivenFlags:

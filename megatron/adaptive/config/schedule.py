@@ -295,6 +295,13 @@ class ScheduleConfig:
         unit="MICROBATCHES",
         derived="chosen from the pipeline's shape",
     )
+    sequence_slices: Count = flag(
+        "Number of slices of equal length into which each sequence is cut. A slice is the piece of "
+        "work that a stage runs at a time, so a rank keeps less memory, and waits less if there "
+        "are few microbatches.",
+        1,
+        unit="SLICES",
+    )
     pipeline_timeout_s: Positive = flag(
         "Time limit of each wait for a message of the pipeline.",
         600.0,

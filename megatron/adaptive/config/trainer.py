@@ -22,6 +22,7 @@ from megatron.adaptive.config.schedule import (
     parse_layout,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
+from megatron.adaptive.config.sequence_slices import slice_ends
 from megatron.adaptive.errors import ConfigError
 
 
@@ -118,6 +119,17 @@ class TrainerConfig:
         """Number of microbatches per step and replica, after any ramp-up of the batch size."""
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
+
+    @property
+    def slice_ends(self) -> tuple[int, ...]:
+        """Position after the last token of each slice into which sequences are cut.
+
+        Raises:
+            ConfigError: ``--sequence-slices`` does not fit the length of the sequences.
+        """
+        parallel = self.parallel
+        ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return slice_ends(self.model.seq_length, self.schedule.sequence_slices, ranks)
 
     @property
     def balance(self) -> str:

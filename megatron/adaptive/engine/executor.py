@@ -780,21 +780,21 @@ class ActivationMeter:
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            held: Tensors not to count, such as parameters.
+            held: Tensors not to count, such as parameters; read after the forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 
     @contextlib.contextmanager
     def _observe(self, chunk: int, held: Iterable[torch.Tensor]) -> Iterator[None]:
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in held}
         seen: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in excluded:
-                seen[storage.data_ptr()] = storage.nbytes()
+            seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield
+        for tensor in held:
+            seen.pop(tensor.untyped_storage().data_ptr(), None)
         self._bytes[chunk] = sum(seen.values())

@@ -45,6 +45,8 @@ class Orders:
             ``None`` for the number of ranks of the pipeline.
         widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
+        slice_shares: Length of each slice into which sequences are cut, relative to the sequence;
+            they add up to 1. By default sequences are not cut.
         beside: Whether a training step may start an action while an action of another kind
             exchanges tokens of experts.
 
@@ -72,12 +74,14 @@ class Orders:
         widths: Widths | None = None,
         beside: bool = False,
         auto_candidates: Sequence[str] = (),
+        slice_shares: Sequence[float] = (1.0,),
     ) -> None:
         self.placement = placement
         self.pp_rank = pp_rank
         self.widths = widths
         self.beside = beside
         self.auto_candidates = tuple(auto_candidates)
+        self._shares = tuple(slice_shares)
         self._from_file: Schedule | None = None
         weight_pieces = 0
         if schedule_file is not None:
@@ -88,7 +92,11 @@ class Orders:
         # This candidate keeps the schedule name that the user chose, which may be auto. A cap of
         # None means the default limit on activations.
         self._chosen = Candidate(
-            name=schedule, placement=placement, weight_pieces=weight_pieces, cap=cap
+            name=schedule,
+            placement=placement,
+            weight_pieces=weight_pieces,
+            cap=cap,
+            num_slices=len(self._shares),
         )
         self._group_size = group_size
         self.replay: Replay | None = None
@@ -141,6 +149,15 @@ class Orders:
             mean = sum(sizes) / len(sizes)
             sizes = [size / mean for size in sizes]
             cap = max(cap, *sizes)
+        num_slices = len(self._shares)
+        if len(set(self._shares)) > 1:
+            sizes = [
+                size * share * num_slices
+                for size in sizes or [1.0] * num_microbatches
+                for share in self._shares
+            ]
+        elif sizes is not None:
+            sizes = [size for size in sizes for _ in self._shares]
         return RankState(
             placement=self.placement,
             rank=self.pp_rank,
@@ -150,6 +167,7 @@ class Orders:
             forward_only=forward_only,
             weight_pieces=self.weight_pieces,
             beside=self.beside,
+            num_slices=num_slices,
         )
 
     def use(self, candidate: Candidate) -> None:
@@ -169,7 +187,8 @@ class Orders:
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the maximum number of received inputs that a rank keeps at a time.
 
-        This number determines the size of the receive buffers.
+        Each slice of a microbatch is a separate input. This number determines the size of the
+        receive buffers.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
@@ -195,12 +214,10 @@ class Orders:
             ]
             return max(min(count, math.ceil(cap)) for count, cap in zip(counts, caps, strict=True))
         everything = num_microbatches * self.placement.num_chunks
-        if keeps_all:
-            return everything
-        return min(
-            everything,
-            math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks / smallest),
-        )
+        if not keeps_all:
+            most = math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks / smallest)
+            everything = min(everything, most)
+        return everything * len(self._shares)
 
     def _cap_for(self, num_microbatches: int) -> float:
         if self._chosen.cap is not None:

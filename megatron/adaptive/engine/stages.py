@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -45,6 +46,39 @@ def default_process_groups() -> ProcessGroupCollection:
     """Returns the process groups that megatron-core's schedules use by default."""
     names = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp", "dp", "tp_dp_cp"]
     return ProcessGroupCollection.use_mpu_process_groups(names)
+
+
+class Slices(Protocol):
+    """Cuts the sequences of each microbatch into slices, which a step runs as separate items.
+
+    The number of an item is ``microbatch * count + slice``.
+
+    Attributes:
+        count: Number of slices per microbatch.
+    """
+
+    count: int
+
+    def share(self, item: int) -> float:
+        """Returns the number of tokens of an item's slice, relative to the whole sequence."""
+
+    def begin(self, chunk: int, item: int) -> None:
+        """Makes an item's slice the current one, before its forward or backward pass."""
+
+    def release(self, chunk: int, item: int) -> None:
+        """Frees what a chunk keeps for the slices of an item's microbatch."""
+
+    def finish(self) -> None:
+        """Frees everything at the end of a step, also after an error."""
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors that the slices of the current microbatch share on its chunk."""
+
+    def kept_bytes(self, chunk: int) -> int:
+        """Returns the size in bytes of what a chunk keeps for the slices of a microbatch.
+
+        It is 0 before the chunk's first forward pass.
+        """
 
 
 class GradientSync:
@@ -179,8 +213,9 @@ class MegatronStages(SplitStages):
             this rank's number.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured;
             ``None`` if all are equal.
+        slices: Slices of the sequences; ``None`` if items are whole microbatches.
         config: Configuration of the chunks in megatron-core.
-        reduced_losses: Values to log that the loss function returned, one per microbatch.
+        reduced_losses: Values to log that the loss function returned, one per item.
         num_tokens: Number of tokens over which the loss was computed, on the last stage.
     """
 
@@ -198,6 +233,7 @@ class MegatronStages(SplitStages):
     stores: Sequence[WeightGradientStore] | None = None
     loss_parts: int | None = None
     sizes: Sequence[float] | None = None
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
         self.reduced_losses: list[Any] = []
@@ -208,25 +244,35 @@ class MegatronStages(SplitStages):
             self.placement.stage_of(self.pp_rank, chunk) == last
             for chunk in range(len(self.chunks))
         ]
-        # Inputs and outputs of forward passes whose backward pass has not run, by (chunk,
-        # microbatch).
+        self._count = 1 if self.slices is None else self.slices.count
+        # The last backward pass of a chunk is that of the last microbatch's first slice.
+        self._last_backward = (self.num_microbatches - 1) * self._count
+        # Inputs and outputs of forward passes whose backward pass has not run, by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
         self._sync = GradientSync(self.config, self.chunks)
         if not self.forward_only:
             self._sync.hold()
-        super().__init__(None if self.forward_only else self.stores)
+        super().__init__(None if self.forward_only else self.stores, num_slices=self._count)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self._sized(self.meter.bytes_of(chunk), microbatch)
+        nbytes = self._sized(self.meter.bytes_of(chunk), microbatch)
+        if self.slices is None:
+            return nbytes
+        return nbytes + round(self.slices.kept_bytes(chunk) * self.slices.share(microbatch))
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         trains = not self.forward_only
+        slices = self.slices
         if received is not None and trains:
             received.requires_grad_()
         model = self.chunks[chunk]
-        with self.meter.measure(chunk, model.parameters()) if trains else _NOTHING:
+        held: Iterable[torch.Tensor] = model.parameters()
+        if slices is not None:
+            slices.begin(chunk, microbatch)
+            held = chain(held, slices.buffers())
+        with self.meter.measure(chunk, held) if trains else _NOTHING:
             output: torch.Tensor
             output, num_tokens = forward_step(
                 self.forward_step_func,
@@ -240,7 +286,7 @@ class MegatronStages(SplitStages):
                 collect_non_loss_data=self.collect_non_loss_data,
                 is_first_microbatch=microbatch == 0
                 and check_first_val_step(self.first_val_step, self.forward_only, True),
-                current_microbatch=microbatch,
+                current_microbatch=microbatch // self._count,
                 vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
@@ -248,6 +294,8 @@ class MegatronStages(SplitStages):
             self.num_tokens += num_tokens
         if trains:
             self._kept[chunk, microbatch] = received, output
+        elif slices is not None and (microbatch + 1) % slices.count == 0:
+            slices.release(chunk, microbatch)
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
@@ -266,16 +314,18 @@ class MegatronStages(SplitStages):
     ) -> torch.Tensor | None:
         received, output = self._kept.pop((chunk, microbatch))
         arguments = (received, output, gradient, *self._backward_rest)
-        if self._stores is not None:
-            with self._stores[chunk].collect(microbatch):
-                input_gradient: torch.Tensor | None = backward_step(*arguments)
-            return input_gradient
-        last = microbatch == self.num_microbatches - 1
+        slices = self.slices
+        if slices is not None:
+            slices.begin(chunk, microbatch)
+        last = microbatch == self._last_backward and self._stores is None
         if last:
             self._sync.before_last_backward(chunk)
-        input_gradient = backward_step(*arguments)
+        with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
+            input_gradient: torch.Tensor | None = backward_step(*arguments)
         if last:
             self._sync.after_last_backward(chunk)
+        if slices is not None and microbatch % slices.count == 0:
+            slices.release(chunk, microbatch)
         return input_gradient
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
@@ -285,18 +335,25 @@ class MegatronStages(SplitStages):
         data-parallel ranks, once the reductions of all later chunks have started.
         """
         super().weights(chunk, microbatch, piece, pieces)
-        if microbatch == self.num_microbatches - 1 and piece == pieces - 1:
+        if microbatch == self._last_backward and piece == pieces - 1:
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        return self._sized(super().retained_bytes(chunk, microbatch), microbatch)
+        # The store has measured the first B, which is that of a microbatch's last slice.
+        nbytes = super().retained_bytes(chunk, microbatch)
+        return self._sized(nbytes, microbatch, measured=self._count - 1)
 
-    def _sized(self, nbytes: int, microbatch: int) -> int:
-        return nbytes if self.sizes is None else round(nbytes * self.sizes[microbatch])
+    def _sized(self, nbytes: int, item: int, *, measured: int = 0) -> int:
+        """Returns the size of an item, given that of the item ``measured``."""
+        if self.slices is not None:
+            nbytes = round(nbytes * self.slices.share(item) / self.slices.share(measured))
+        return nbytes if self.sizes is None else round(nbytes * self.sizes[item // self._count])
 
     def finish(self) -> None:
         """Cleans up at the end of a step, also after an error."""
         self._sync.release()
+        if self.slices is not None:
+            self.slices.finish()
         super().finish()
 
 
@@ -310,6 +367,8 @@ class ForwardBackward:
             then sum gradients over the ranks of a stage instead of averaging them.
         stores: Stores of deferred weight gradients, one per chunk; ``None`` if the backward pass
             computes weight gradients.
+        slices: Slices of the sequences, as many as ``orders`` has; ``None`` to run whole
+            microbatches.
         span: Function that takes the kind of a span (here ``reduce``) and returns a context that
             traces it; ``None`` if the caller traces the reduction.
 
@@ -323,11 +382,13 @@ class ForwardBackward:
         executor: Executor,
         orders: Orders,
         stores: Sequence[WeightGradientStore] | None = None,
+        slices: Slices | None = None,
         span: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._executor = executor
         self.orders = orders
         self._stores = stores
+        self._slices = slices
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
         # Number of token positions in the measured microbatch.
@@ -397,6 +458,7 @@ class ForwardBackward:
             loss_parts=loss_parts
             or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
             sizes=None if forward_only else self._relative_sizes(sizes),
+            slices=self._slices,
         )
         timers = stages.config.timers
         if timers is not None:
@@ -408,7 +470,7 @@ class ForwardBackward:
             self._reduce_gradients(stages, force_all_reduce=bool(force_all_reduce))
         if timers is not None:
             timers("forward-backward").stop()
-        return stages.reduced_losses
+        return _by_microbatch(stages.reduced_losses, self._slices)
 
     def _check_counts(self, num_chunks: int, num_iterators: int) -> None:
         """Checks that each chunk of this rank has a model and a data iterator."""
@@ -476,9 +538,27 @@ class ForwardBackward:
         The sizes are 0 before the first microbatch.
         """
         return tuple(
-            round(self._meter.bytes_of(chunk) * self._mean_size)
+            round(self._microbatch_bytes(chunk) * self._mean_size)
             for chunk in range(self.orders.placement.num_chunks)
         )
+
+    def _microbatch_bytes(self, chunk: int) -> float:
+        nbytes = self._meter.bytes_of(chunk)
+        if self._slices is None:
+            return nbytes
+        return nbytes / self._slices.share(0) + self._slices.kept_bytes(chunk)
+
+
+def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
+    """Sums the values to log, which have names, over the slices of each microbatch."""
+    if slices is None:
+        return values
+    microbatches = (
+        values[first : first + slices.count] for first in range(0, len(values), slices.count)
+    )
+    return [
+        {name: sum(item[name] for item in items) for name in items[0]} for items in microbatches
+    ]
 
 
 if not hasattr(moe_utils, "te_general_gemm"):

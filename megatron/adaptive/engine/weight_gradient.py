@@ -281,10 +281,14 @@ class WeightGradientStore:
     Layers read :attr:`active` in their forward pass, and defer weight gradients only if it is true.
     Only one thread may use a store at a time. Autograd's device threads belong to the thread that
     started the backward pass.
+
+    If sequences are cut into slices, "microbatch" here means an item: the number of the microbatch
+    times :attr:`num_slices`, plus the slice. Slices of a microbatch come in descending order.
     """
 
     def __init__(self) -> None:
         self.active = False
+        self.num_slices = 1
         # Set by layers whose cost differs between microbatches and ranks, such as experts.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
@@ -328,15 +332,23 @@ class WeightGradientStore:
             ScheduleError: The indices of microbatches do not ascend, or another microbatch is being
                 collected.
         """
-        if self._collected is not None or microbatch <= self._last_collected:
+        last = self._last_collected
+        if self._collected is not None or self._turn(microbatch) <= self._turn(last):
             raise ScheduleError(
                 f"a split backward of microbatch {microbatch} was started after or within that of "
-                f"microbatch {self._last_collected}; run the backwards of a chunk one after the "
-                "other in ascending order"
+                f"microbatch {last}; run the backwards of a chunk one after the other in ascending "
+                "order"
             )
         self._collected = []
         self._last_collected = microbatch
         return _Collecting(self)
+
+    def _turn(self, item: int) -> int:
+        """Returns the position of an item in the order of backward passes; -1 for no item."""
+        if item < 0:
+            return -1
+        part = item % self.num_slices
+        return item - part + self.num_slices - 1 - part
 
     def end(self, *, is_whole: bool) -> None:
         """Ends the context of :meth:`collect`, which calls this method.
@@ -456,12 +468,16 @@ class SplitStages:
     Args:
         stores: Queue of deferred weight-gradient work for each chunk of this rank; ``None`` if the
             backward pass computes weight gradients itself.
+        num_slices: Number of slices into which the sequences of each microbatch are cut.
     """
 
-    def __init__(self, stores: Sequence[WeightGradientStore] | None) -> None:
+    def __init__(
+        self, stores: Sequence[WeightGradientStore] | None, *, num_slices: int = 1
+    ) -> None:
         self._stores = stores
         for store in stores or ():
             store.clear()
+            store.num_slices = num_slices
             store.active = True
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:

@@ -40,8 +40,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import get_sliding_window_causal_mask
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
+from megatron.adaptive.gpt.sequence_slices import SequenceSlices
 
 varlen_attn: Any = None
 with contextlib.suppress(ImportError):  # an older torch lacks it
@@ -97,6 +99,8 @@ class LocalAttention(DotProductAttention):
     Attributes:
         case: Settings that decide which kernel is used. Each forward pass adds the properties of
             its tensors.
+        slices: Keys and values of earlier slices, to which tokens attend too; ``None`` if sequences
+            are not cut into slices.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class LocalAttention(DotProductAttention):
             has_bound=bool(cap),
             has_packed_kernel=_HAS_PACKED_KERNEL,
         )
+        self.slices: SequenceSlices | None = None
 
     def forward(
         self,
@@ -158,6 +163,27 @@ class LocalAttention(DotProductAttention):
         """
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, *more, **options)
+        if self.slices is not None:
+            return self.slices.attend(
+                self,
+                query,
+                key,
+                value,
+                attend=lambda *tensors: self._attend(*tensors, attention_mask, *more, **options),
+                window=None if self._window is None else self._window[0],
+            )
+        return self._attend(query, key, value, attention_mask, *more, **options)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Computes attention of one document, whose last tokens the queries belong to."""
         pattern = None
         if self._parts > 1:
             group = parallel_state.get_context_parallel_group()
@@ -170,6 +196,9 @@ class LocalAttention(DotProductAttention):
             mask = Mask.GIVEN
         case = self._case_of(query, value, mask)
         kernel = kernel_for(case)
+        is_later = len(key) > len(query) and pattern is None and attention_mask is None
+        if is_later and kernel is not Kernel.CAUSAL:
+            pattern = dataclasses.replace(self._pattern(query, key), window=(len(key), 0))
         if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
             # The base class already applies the mask of a sliding window.
             if pattern is not None and self._window is None:
@@ -206,7 +235,7 @@ class LocalAttention(DotProductAttention):
         lengths = list(documents.lengths)
         tensors = (tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value))
         rows = zip(*tensors, strict=True)
-        return torch.cat([self.forward(*row, None, *more, **options) for row in rows])
+        return torch.cat([self._attend(*row, None, *more, **options) for row in rows])
 
     def _case_of(
         self, query: torch.Tensor, value: torch.Tensor, mask: Mask, *, is_packed: bool = False
@@ -271,8 +300,9 @@ class LocalAttention(DotProductAttention):
 
         Args:
             query: Queries ``[s, b, heads, width]``.
-            key: Keys ``[s, b, heads, width]``.
-            value: Values ``[s, b, heads, width]``.
+            key: Keys ``[s, b, heads, width]``; there may be more, and the queries then belong to
+                the last of them.
+            value: Values, in the same form as ``key``.
             mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
                 ``[b, 1, s, s]``. None for causal attention.
         """
@@ -284,14 +314,19 @@ class LocalAttention(DotProductAttention):
             tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).permute(1, 2, 0, 3)
             for tensor in (query, key, value)
         )
+        earlier = key.shape[2] - query.shape[2] if mask is None else 0
+        if earlier and query.device.type == "cpu":
+            output = attend_to_earlier(query, key, value, self._whole_scale)
+            return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
+        last = causal_lower_right(query.shape[2], key.shape[2]) if earlier else mask
         with self._split_generator():
             output = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=mask,
+                attn_mask=last,
                 dropout_p=self._dropout,
-                is_causal=mask is None,
+                is_causal=last is None,
                 scale=self._whole_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
@@ -321,25 +356,101 @@ class LocalAttention(DotProductAttention):
         """
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
+        num_keys = len(key)
         if documents is None:  # treat samples as additional heads
-            ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
+            ends, ends_of_keys = (
+                torch.tensor([0, number], dtype=torch.int32, device=query.device)
+                for number in (length, num_keys)
+            )
             longest = length
+            longest_keys = num_keys
         else:
-            ends = documents.cu_seqlens_q
-            longest = documents.max_seqlen_q
+            ends = ends_of_keys = documents.cu_seqlens_q
+            longest = longest_keys = documents.max_seqlen_q
         output: Any = varlen_attn(
             query.reshape(length, -1, query.shape[-1]),
-            key.reshape(length, -1, key.shape[-1]),
-            value.reshape(length, -1, value.shape[-1]),
+            key.reshape(num_keys, -1, key.shape[-1]),
+            value.reshape(num_keys, -1, value.shape[-1]),
             ends,
-            ends,
+            ends_of_keys,
             longest,
-            longest,
+            longest_keys,
             scale=self._whole_scale,
             window_size=self._window or (-1, 0),
         )
         rows: torch.Tensor = output.reshape(length, samples, -1)
         return rows
+
+
+class _AttendToEarlier(torch.autograd.Function):
+    """Computes attention of a sequence's last tokens with torch's kernel for CPUs, in two parts.
+
+    The kernel hides later tokens only if there are as many keys as queries. A mask would also make
+    it compute what is hidden. So it runs once for the keys before the queries' tokens and once for
+    the rest, and the results are joined by the logarithms of their sums of exponentials.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        (before, logs), (recent, recent_logs) = (
+            attend(query, key[:, :, keys], value[:, :, keys], 0.0, is_causal, scale=scale)
+            for keys, is_causal in _parts_of(query, key)
+        )
+        joined = torch.logaddexp(logs, recent_logs)
+        share = torch.exp(recent_logs - joined).unsqueeze(-1).to(before.dtype)
+        output: torch.Tensor = before.lerp(recent, share)
+        ctx.save_for_backward(query, key, value, output, joined)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, joined = ctx.saved_tensors
+        derive: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        (for_query, *before), (for_recent_query, *recent) = (
+            derive(
+                gradients[0],
+                query,
+                key[:, :, keys],
+                value[:, :, keys],
+                output,
+                joined,
+                0.0,
+                is_causal,
+                scale=ctx.scale,
+            )
+            for keys, is_causal in _parts_of(query, key)
+        )
+        for_key, for_value = (torch.cat(pair, dim=2) for pair in zip(before, recent, strict=True))
+        return for_query + for_recent_query, for_key, for_value, None
+
+
+def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
+    """Returns the keys before the queries' tokens and the rest, and whether a part is causal."""
+    earlier = key.shape[2] - query.shape[2]
+    return (slice(earlier), False), (slice(earlier, None), True)
+
+
+def attend_to_earlier(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Computes causal attention of a sequence's last tokens on a CPU.
+
+    Args:
+        query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
+        key: Keys ``[b, heads, s of keys, width]`` of more tokens.
+        value: Values, in the same form as ``key``.
+        scale: Factor of the scores.
+
+    Returns:
+        Output in the form of ``query``.
+    """
+    function: Any = _AttendToEarlier  # torch declares no types for apply()
+    output: torch.Tensor = function.apply(query, key, value, scale)
+    return output
 
 
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:

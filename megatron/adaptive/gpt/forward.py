@@ -41,17 +41,24 @@ from megatron.adaptive.accelerator import Accelerator, current_device, default_g
 from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.gpt.attention import Documents
 from megatron.adaptive.gpt.core_releases import number_in_model, part_of_context_rank
+from megatron.adaptive.gpt.sequence_slices import SequenceSlices
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
 TOKEN_NAME = "next token"
 
 
-def feed(microbatches: Sequence[Microbatch] | None, count: int) -> Iterator[Microbatch | None]:
-    """Iterates over a step's microbatches, or yields ``None`` for each on a rank without data."""
+def feed(
+    microbatches: Sequence[Microbatch] | None, count: int, slices: SequenceSlices | None = None
+) -> Iterator[Microbatch | None]:
+    """Iterates over a step's microbatches, or over all of their slices.
+
+    Yields ``None`` instead of each on a rank without data.
+    """
     if microbatches is None:
-        return itertools.repeat(None, count)
-    return map(microbatches.__getitem__, range(count))
+        return itertools.repeat(None, count * (1 if slices is None else slices.count))
+    whole = map(microbatches.__getitem__, range(count))
+    return whole if slices is None else itertools.chain.from_iterable(map(slices.parts, whole))
 
 
 class GptForward:
@@ -70,7 +77,8 @@ class GptForward:
         Args:
             batches: Iterator over microbatches with ``tokens``, ``labels`` and ``position_ids``
                 ``[b, s] int64``, ``loss_mask [b, s] float32``, and, for packed documents,
-                ``lengths [n]``.
+                ``lengths [n]``. A slice of a microbatch also has ``whole_tokens``, the number of
+                tokens in the microbatch whose losses are included.
             model: Chunk to run.
 
         Returns:
@@ -86,6 +94,7 @@ class GptForward:
             return model(None, None, None, labels=None, **packed), None
         batch = part_of_context_rank({key: to_device(value) for key, value in batch.items()})
         settings = get_model_config(model)
+        whole_tokens = batch.pop("whole_tokens", None)
         if settings.mtp_num_layers:
             packed["loss_mask"] = batch["loss_mask"]
         output = model(
@@ -96,7 +105,9 @@ class GptForward:
             **packed,
         )
         per_token = settings.calculate_per_token_loss
-        return output, partial(masked_loss, batch["loss_mask"], per_token=per_token)
+        return output, partial(
+            masked_loss, batch["loss_mask"], per_token=per_token, whole_tokens=whole_tokens
+        )
 
 
 class NextToken:
@@ -135,15 +146,23 @@ class NextToken:
 
 
 def masked_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor, *, per_token: bool = False
+    loss_mask: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    per_token: bool = False,
+    whole_tokens: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Averages the losses of a microbatch over its unmasked tokens.
+
+    The loss of a slice is its part of this mean: the sum over all slices is that of the microbatch.
 
     Args:
         loss_mask: Mask ``[b, s] float32``, 1 at tokens whose losses are included and 0 elsewhere.
         losses: Losses ``[b, s] float32``.
         per_token: Whether to return the sum of the losses, from which the caller computes the mean
             over all tokens of the step.
+        whole_tokens: Number of unmasked tokens in the whole microbatch, if the mask and the losses
+            are those of a slice; otherwise ``None``.
 
     Returns:
         The scalar loss to differentiate, and its detached value by name for the log. With
@@ -156,7 +175,7 @@ def masked_loss(
         reported = torch.stack([total.detach(), tokens])
         _add_up_parts(reported)
         return total, tokens.int(), {LOSS_NAME: reported}
-    tokens = tokens.clone()
+    tokens = (tokens if whole_tokens is None else whole_tokens).clone()
     _add_up_parts(tokens)
     loss = total / tokens.clamp(min=1.0)
     reported = loss.detach().clone()
@@ -242,8 +261,12 @@ class DropoutKeys:
         *,
         step: int,
         numbers: Sequence[int] | None = None,
+        slices: int = 1,
     ) -> Callable[..., Any]:
         """Wraps a forward step function, so that it seeds the generators before each microbatch.
+
+        Each slice of a microbatch has its own random numbers. So dropout hides other elements than
+        in whole microbatches.
 
         Args:
             forward_step_func: Forward step function in megatron-core's form. The caller must pass
@@ -252,17 +275,18 @@ class DropoutKeys:
             step: Number of the iteration, which becomes part of the seed.
             numbers: Index of each microbatch over all replicas, ``None`` if microbatches are
                 assigned to replicas round-robin.
+            slices: Number of slices of each microbatch. The caller must pass them in ascending
+                order.
         """
         if not self._enabled:
             return forward_step_func
         forwards = dict.fromkeys(map(id, chunks), 0)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
-            index = forwards[id(model)]
+            index, part = divmod(forwards[id(model)], slices)
             forwards[id(model)] += 1
-            self.apply(
-                step=step, microbatch=index, number=None if numbers is None else numbers[index]
-            )
+            number = self._number_of(index) if numbers is None else numbers[index]
+            self.apply(step=step, microbatch=index, number=number * slices + part)
             return forward_step_func(data_iterator, model, *more, **options)
 
         return functools.wraps(forward_step_func)(forward_step)
@@ -273,15 +297,20 @@ class DropoutKeys:
         Args:
             step: Number of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
-            number: Index of the microbatch over all replicas, ``None`` if assigned round-robin.
-                Random numbers repeat after 2**16 microbatches.
+            number: Index of the microbatch, or of its slice, over all replicas; ``None`` if
+                microbatches are assigned round-robin. Random numbers repeat after 2**16 of them.
         """
         if not self._enabled:
             return
         if number is None:
-            number = microbatch * self._replicas + self._replica
+            number = self._number_of(microbatch)
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
+
+    def _number_of(self, microbatch: int) -> int:
+        """Returns the index over all replicas of a microbatch that was assigned round-robin."""
+        number: int = microbatch * self._replicas + self._replica
+        return number
 
     def _enter(self, layer: Any, _given: Any) -> None:
         if not layer.training:

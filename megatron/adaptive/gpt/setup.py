@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from megatron.adaptive.gpt.build_model import (
 )
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model_placement import finalize_gradients, placement_of, widths_of
+from megatron.adaptive.gpt.sequence_slices import SequenceSlices
 from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.planner.transformer_layers import build_model
 from megatron.adaptive.profiling.free_memory import total_host_bytes
@@ -67,11 +69,18 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         widths=widths_of(config),
         beside=settings.overlap_moe_expert_parallel_comm,
         auto_candidates=settings.auto_candidates or (),
+        slice_shares=_slice_shares(config),
     )
     if (path := settings.replay_schedule) is not None:
         record = job.on_first(lambda: ScheduleRecord.load(path))
         orders.replay = Replay(record, _record_shape(config, orders), _record_index(config))
     return orders
+
+
+def _slice_shares(config: TrainerConfig) -> list[float]:
+    """Returns the length of each slice, relative to the sequence."""
+    ends = config.slice_ends
+    return [(end - start) / ends[-1] for start, end in pairwise((0, *ends))]
 
 
 def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
@@ -155,6 +164,7 @@ class Run:
         wiring: Executor and its channels to other ranks, ``None`` with megatron-core's schedule.
         tracing: Object that records the trace of the run.
         replay: Source of recorded orders of actions, ``None`` if no record is replayed.
+        slices: Slices of the sequences, ``None`` if sequences are not cut.
         padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
 
@@ -169,6 +179,7 @@ class Run:
     wiring: Wiring | None
     tracing: Tracing
     replay: Replay | None
+    slices: SequenceSlices | None
     padded_vocab_size: int
 
 
@@ -203,7 +214,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths_of(config))
     )
-    replay = wiring = None
+    replay = wiring = slices = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":
         outside = OutsideTrace(get_forward_backward_func(), tracing)
@@ -213,10 +224,14 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         orders = _orders(job, placement) if kept is None else kept.orders
         replay = orders.replay
         wiring = _wire(job, placement, orders, core, tracing)
+        if config.schedule.sequence_slices > 1:
+            slices = SequenceSlices(config.slice_ends)
+            slices.attach(chunks)
         forward_backward = ForwardBackward(
             executor=wiring.executor,
             orders=orders,
             stores=attach_stores(chunks) if config.splits_backward else None,
+            slices=slices,
         )
     return Run(
         job=job,
@@ -230,6 +245,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         wiring=wiring,
         tracing=tracing,
         replay=replay,
+        slices=slices,
         padded_vocab_size=rows,
     )
 
@@ -270,7 +286,9 @@ def _wire(
         places=job.places,
         payload_shape=payload_shape(config),
         payload_dtype=core.pipeline_dtype,
-        payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
+        payload_varies=config.data.variable_seq_lengths
+        or passes_predictions(config)
+        or len(set(_slice_shares(config))) > 1,
         timeout_s=config.schedule.pipeline_timeout_s,
         tracing=tracing,
         transport=config.transport,
@@ -352,7 +370,8 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
     """Returns the shape ``[s, b, h]`` of the largest tensor that a stage sends to the next."""
-    length = config.model.seq_length // config.parallel.context_parallel_size
+    length = max(end - start for start, end in pairwise((0, *config.slice_ends)))
+    length //= config.parallel.context_parallel_size
     if config.data.pack_to is not None:
         length = batching_of(config).row_tokens(config.data.pack_to)
     if config.parallel.sequence_parallel:

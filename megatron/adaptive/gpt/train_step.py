@@ -229,10 +229,17 @@ class Step:
         if dealt is not None:
             more["loss_parts"] = dealt.total
         numbers = None if dealt is None else dealt.numbers
-        feeds = [feed(microbatches, num_microbatches) for _ in run.chunks]
+        slices = run.slices
+        feeds = [feed(microbatches, num_microbatches, slices) for _ in run.chunks]
         function: Any = forward or self._forward
         if not forward_only:
-            function = self._dropout.keyed(function, run.chunks, step=step, numbers=numbers)
+            function = self._dropout.keyed(
+                function,
+                run.chunks,
+                step=step,
+                numbers=numbers,
+                slices=1 if slices is None else slices.count,
+            )
         single = len(run.chunks) == 1
         return run.forward_backward(
             forward_step_func=function,

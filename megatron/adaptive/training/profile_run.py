@@ -248,7 +248,9 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
 def _config(
     options: ProfileOptions, tp: int, size: int, world: int, more: str = ""
 ) -> TrainerConfig:
+    # Costs are those of whole sequences.
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
+    run += " --sequence-slices 1"
     run += f" --micro-batch-size {size} --tensor-model-parallel-size {tp} {more}"
     if options.backend is not None:
         run += f" --distributed-backend {options.backend}"

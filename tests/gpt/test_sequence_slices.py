@@ -1,0 +1,189 @@
+"""Steps whose sequences are cut into slices give the losses and gradients of whole microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.gpt.attention import attend_to_earlier  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.sequence_slices import SequenceSlices  # noqa: E402
+from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
+from megatron.adaptive.gpt.train_step import Step  # noqa: E402
+
+from .conftest import SMALL  # noqa: E402
+
+FLAGS = (
+    f"{SMALL} --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
+    "--lr 1e-2 --eval-iters 1 --attention-dropout 0 --hidden-dropout 0"
+)
+LLAMA = (
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
+)
+WINDOWS = f"{LLAMA} --window-size 40,0 --window-attn-skip-freq 3"
+BOUNDED = (
+    f"{WINDOWS} --attention-softcap 2 --window-rotary-base 100 --norm-block-outputs "
+    "--calculate-per-token-loss"
+)
+DOCUMENTS = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
+FUSED = "--attention-backend fused"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+SPLIT = "--split-backward True"
+REL = 1e-6  # of numbers of 32 bits
+
+
+class Numbers(NamedTuple):
+    """What a training step and an evaluation of one run gave."""
+
+    evaluated: float
+    loss: float
+    norm: float
+    gradients: list[torch.Tensor]
+
+
+Train = Callable[[str], tuple[Run, Numbers]]
+
+
+@pytest.fixture
+def train() -> Iterator[Train]:
+    """A function that builds a run of one process, evaluates it and trains it for a step."""
+    runs: list[Run] = []
+
+    def end() -> None:
+        while runs:
+            run = runs.pop()
+            if run.wiring is not None:
+                run.wiring.close()
+            end_job()
+
+    def build(flags: str = "") -> tuple[Run, Numbers]:
+        end()
+        config = parse(f"{FLAGS} {flags}".split(), world_size=1, last_wins=True)
+        run = build_run(start_job(config, Environment(), accelerator.detect(0, backend="gloo")))
+        runs.append(run)
+        step = Step(run)
+        loader = make_loader(run, run.samples.train, 0)
+        assert loader is not None
+        evaluated = step.evaluate(make_loader(run, run.samples.valid, 0), 1, 2)["lm loss"]
+        gradients: list[torch.Tensor] = []
+
+        def keep() -> None:
+            weights: Any = [weight for chunk in run.chunks for weight in chunk.parameters()]
+            gradients.extend(weight.main_grad.clone() for weight in weights)
+
+        result = step.train(loader.step(2), 2, 1, before_update=keep)
+        assert result.grad_norm is not None
+        return run, Numbers(evaluated, result.losses["lm loss"], result.grad_norm, gradients)
+
+    yield build
+    end()
+
+
+def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
+    assert seen[:3] == pytest.approx(expected[:3], rel=rel, abs=0)
+    for value, wanted in zip(seen.gradients, expected.gradients, strict=True):
+        assert float((value - wanted).norm()) <= rel * float(wanted.norm())
+
+
+@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS], ids=range(5))
+def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
+    _, expected = train(model)
+    for count, options in (
+        (2, SPLIT),
+        (5, FULL),
+        (8, SELECTIVE),
+        (16, ""),
+        (7, f"{SPLIT} {FULL}"),
+        (3, "--pipeline-schedule seq-1f1b"),
+    ):
+        _, seen = train(f"{model} {options} --sequence-slices {count}")
+        assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("model", [LLAMA, WINDOWS])
+def test_kernels_give_the_same(train: Train, model: str) -> None:
+    _, expected = train(f"{model} {FUSED}")
+    for count, options in ((3, ""), (8, FULL)):
+        _, seen = train(f"{model} {FUSED} {options} --sequence-slices {count}")
+        assert_close(seen, expected)
+
+
+def test_16_bits_are_as_close_as_their_rounding(train: Train) -> None:
+    _, expected = train(f"{LLAMA} --bf16")
+    _, seen = train(f"{LLAMA} --bf16 --sequence-slices 4")
+    assert seen[:3] == pytest.approx(expected[:3], rel=2e-2)
+
+
+def test_the_same_order_twice_gives_the_same_bits(train: Train) -> None:
+    flags = "--attention-dropout 0.1 --hidden-dropout 0.1 --sequence-slices 4"
+    _, first = train(flags)
+    _, second = train(f"{flags} {FULL}")  # recomputed dropout hides the same elements
+    assert first[:3] == second[:3]
+    assert all(map(torch.equal, first.gradients, second.gradients))
+
+
+def test_each_slice_has_its_own_dropout(train: Train) -> None:
+    _, first = train("--hidden-dropout 0.3 --sequence-slices 2")
+    _, second = train("--hidden-dropout 0.3 --sequence-slices 4")
+    pairs = zip(first.gradients, second.gradients, strict=True)
+    assert any(float((value - other).norm()) > 0.1 * float(value.norm()) for value, other in pairs)
+
+
+def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> None:
+    run, _ = train("")
+    forward_backward: Any = run.forward_backward
+    (whole,) = forward_backward.activation_bytes()
+    run, _ = train("--sequence-slices 8")
+    slices = run.slices
+    assert slices is not None
+    slices.begin(0, 0)
+    assert list(slices.buffers()) == []
+    # Keys and values of 3 layers, 2 samples, 256 tokens and a width of 32.
+    assert slices.kept_bytes(0) == 2 * 3 * 2 * 256 * 32 * 4
+    forward_backward = run.forward_backward
+    (cut,) = forward_backward.activation_bytes()
+    assert cut < whole  # slices hold fewer scores than a whole sequence
+
+
+def test_another_attention_is_refused_by_its_layer(train: Train) -> None:
+    run, _ = train("")
+    layers = [m for m in run.chunks[0].modules() if hasattr(m, "core_attention")]
+    layers[1].core_attention = torch.nn.Identity()
+    with pytest.raises(ConfigError, match=r"slices 4 is given, and layer 2 computes .* Identity"):
+        SequenceSlices((4, 8, 12, 16)).attach(run.chunks)
+
+
+@pytest.mark.parametrize("earlier", [1, 37])
+def test_attention_to_earlier_tokens_equals_masked_scores(earlier: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def tensor(length: int) -> torch.Tensor:
+        return torch.randn(1, 4, length, 16, generator=generator, requires_grad=True)
+
+    leaves = [tensor(20), tensor(20 + earlier), tensor(20 + earlier)]
+    query, key, value = leaves
+    output = attend_to_earlier(query, key, value, 0.3)
+    hidden = torch.ones(20, 20 + earlier, dtype=torch.bool).triu(earlier + 1)
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(hidden, -torch.inf)
+    expected = scores.softmax(-1) @ value
+    weights = torch.randn(output.shape, generator=generator)
+    pairs = zip(
+        (output, *torch.autograd.grad((output * weights).sum(), leaves)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), leaves)),
+        strict=True,
+    )
+    for value, wanted in pairs:
+        torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-6)
