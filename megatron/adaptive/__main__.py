@@ -115,6 +115,7 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "trace whatif", "trace.what_if_run", "how much faster a run would be without a fault"
         ),
+        Subcommand("trace diff", "trace.compare", "what became slower from one run to another"),
         Subcommand("trace import", "trace.import_run", "read the traces of another program"),
         Subcommand(
             "trace process",

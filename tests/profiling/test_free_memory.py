@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config import control_groups
 from megatron.adaptive.profiling import free_memory
 from megatron.adaptive.profiling.free_memory import (
     available_host_bytes,
@@ -51,8 +52,8 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
-    monkeypatch.setattr(free_memory, "_PROC", made.proc)
-    monkeypatch.setattr(free_memory, "_CGROUPS", made.groups)
+    monkeypatch.setattr(control_groups, "PROC", made.proc)
+    monkeypatch.setattr(control_groups, "MOUNTED", made.groups)
     return made
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,14 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.rebalance.repartition import Lanes, StepMeasurements, loads_of  # noqa: E402
+from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
+from megatron.adaptive.rebalance.repartition import (  # noqa: E402
+    Lanes,
+    Move,
+    Repartitioner,
+    StepMeasurements,
+    loads_of,
+)
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
@@ -116,3 +125,49 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     assert found.sizes[0] == pytest.approx((50 / 70, 90 / 70))
     assert found.fits((5, 0, 1))  # 2 x 90 + 3 x 50
     assert not found.fits((6, 0, 0))
+
+
+class _Share:
+    """Stands for the meter of layers, which these tests do not need."""
+
+    def begin(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gained", "next_gain", "goes_back"),
+    [(0.11, 0.05, False), (0.04, 0.1, False), (0.005, 0.1, True), (-0.2, 0.1, True)],
+)
+def test_a_move_that_gained_nothing_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, gained: float, next_gain: float, goes_back: bool
+) -> None:
+    after_s = 2.0 * (1 - gained)
+    lines: list[str] = []
+    job = SimpleNamespace(
+        gather=lambda measured: [measured], on_first=lambda decide: (None, after_s, False)
+    )
+    schedule = SimpleNamespace(repartition_gain=0.05)
+    job.config = SimpleNamespace(schedule=schedule)
+    repartitioner = object.__new__(Repartitioner)
+    vars(repartitioner).update(
+        _run=SimpleNamespace(job=job),
+        _message=lines.append,
+        _interval=1,
+        _gain=0.05,
+        _steps=deque(maxlen=4),
+        _skip=0,
+        _since=0,
+        _share=_Share(),
+        _promise=Move(
+            partition=(4, 2), present_s=2.0, step_s=1.8, why="", before_s=2.0, former=(3, 3)
+        ),
+    )
+    monkeypatch.setattr(repartitioner, "_measurements", lambda: None)
+    move = repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4)
+    assert repartitioner._gain == next_gain
+    assert (move is not None) == goes_back
+    if move is not None:
+        assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
+    # The way back is not judged in turn.
+    assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
+    assert len(lines) == 1

@@ -127,10 +127,10 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
     """Moves layers only after these iterations."""
     done = 0
 
-    def after_step(_: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
         nonlocal done
         done += 1
-        return _asked(moves[done], times) if done in moves else None
+        return _asked(own, moves[done], times) if done in moves else None
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
@@ -152,7 +152,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
         present = own._run.job.config.layers_per_stage
         if turns:
             wanted = dict(turns).get(done + 1, present)
-            return None if wanted == present else _asked(wanted, times)
+            return None if wanted == present else _asked(own, wanted, times)
         move = decide(own, times, num_microbatches)
         if move is None and done < _PATIENCE:
             return None
@@ -170,9 +170,14 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
-def _asked(partition: tuple[int, ...], times: RankTimes) -> Move:
+def _asked(own: Repartitioner, partition: tuple[int, ...], times: RankTimes) -> Move:
     return Move(
-        partition=partition, why="as asked", present_s=1.0, step_s=1.0, before_s=times.span_s
+        partition=partition,
+        why="as asked",
+        present_s=1.0,
+        step_s=1.0,
+        before_s=times.span_s,
+        former=own._run.job.config.layers_per_stage,
     )
 
 

@@ -3,6 +3,7 @@
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
 python -m megatron.adaptive trace whatif runs/latest
+python -m megatron.adaptive trace diff runs/before runs/after
 python -m megatron.adaptive trace import trace.parquet --output traces
 
 The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this work with older flags.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -147,6 +149,51 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
     else:
         show(result.format())
     return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Prints what became slower or faster from one run to another; returns the exit status."""
+    from megatron.adaptive.trace.compare_runs import compare_runs
+
+    parser = CommandParser(
+        prog=f"{_TRACE} diff",
+        description="Compare two runs of the same shape: which rank, stage, kind of action, link or"
+        " reader became slower or faster. Exits with 1 if a step is slower than --fail-above"
+        " allows.",
+    )
+    add = parser.add_argument
+    add("before", type=Path, metavar="A", help="folder of the first run or its traces folder")
+    add("after", type=Path, metavar="B", help="folder of the second run or its traces folder")
+    limit = "most that a step of B may be slower, as in 3%% or 0.03 (default: no limit)"
+    add("--fail-above", type=_share, metavar="SHARE", help=limit)
+    add("--json", action="store_true", help="print the result as JSON instead of text")
+    arguments = parser.parse_args(argv)
+    result = compare_runs(load_run(arguments.before), load_run(arguments.after))
+    for line in result.notes:
+        show(f"warning: {line}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        show(result.format())
+    limit_share = arguments.fail_above
+    if limit_share is None or not result.is_slower_by(limit_share):
+        return 0
+    show(
+        f"error: a step of {arguments.after} is {result.relative:.1%} slower, and --fail-above"
+        f" allows {limit_share:.1%}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 3% or 0.03")
+    return value
 
 
 def import_run(argv: Sequence[str]) -> int:

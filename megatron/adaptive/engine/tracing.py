@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
+from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
@@ -102,6 +103,7 @@ class Tracing:
         self._in_step = False
         self._begun_ns = 0
         self._unresolved: list[_DeviceSpan] = []
+        self._counters = None if recorder is None else MachineCounters()
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
         """Makes the recorder publish this rank's current activity, for other programs.
@@ -147,6 +149,8 @@ class Tracing:
         )
         if self.recorder.is_recording:
             self._traced = self._iteration
+            if self._counters is not None:
+                self._counters.begin()
 
     def end_iteration(self) -> None:
         """Ends the iteration. Spans until the next iteration begins are still added to this one."""
@@ -158,6 +162,8 @@ class Tracing:
             self._resolve()
             if self.experts is not None and (tokens := self.experts.tokens()):
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
+            if self._counters is not None:
+                self.recorder.add_machine(self._counters.end())
         self.recorder.end_iteration()
 
     @contextlib.contextmanager
@@ -230,6 +236,8 @@ class Tracing:
         for last in self._unresolved[-1:]:
             self._clock.wait(last.end)  # all earlier spans have ended by then
         self._resolve()
+        if self._counters is not None:
+            self._counters.close()
         if self._sync is not None:
             self._sync.close()
         self.recorder.close()

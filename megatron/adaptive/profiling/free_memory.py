@@ -13,11 +13,12 @@ Importing this module does not import torch, because processes without torch mea
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron.adaptive.config import control_groups
+from megatron.adaptive.config.control_groups import lines_of
 from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.planner.layer_costs import CHANNELS_BYTES
 
@@ -33,8 +34,12 @@ HOST_SHARE = 0.35
 Measured with ``studies/planner.py --part memory`` in runs of the trainer with glibc.
 """
 
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
+_LIMIT_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Names of the files with limit and usage in version 2 and version 1 of control groups."""
+
 _V1_UNLIMITED = 1 << 60
 """Smallest value that means "no limit" in control groups (cgroups) of version 1.
 
@@ -98,7 +103,7 @@ def total_host_bytes() -> int:
 def _meminfo(name: str) -> list[int]:
     return [
         int(line.split()[1]) * 1024
-        for line in _lines(_PROC / "meminfo")
+        for line in lines_of(control_groups.PROC / "meminfo")
         if line.startswith(f"{name}:")
     ]
 
@@ -109,48 +114,16 @@ def _groups() -> list[tuple[int, int, int]]:
     Only groups that have a memory limit are listed.
     """
     groups = []
-    for line in _lines(_PROC / "self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current")
-            groups += _up_to_root(_CGROUPS, path, *names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            groups += _up_to_root(_CGROUPS / "memory", path, *names)
+    for folder in control_groups.folders("memory"):
+        for limit, usage in _LIMIT_FILES:
+            most = "".join(lines_of(folder / limit))
+            used = "".join(lines_of(folder / usage))
+            if most.isdecimal() and used.isdecimal() and int(most) < _V1_UNLIMITED:
+                stat = dict(line.split()[:2] for line in lines_of(folder / "memory.stat"))
+                # Version 1 of control groups includes descendants only in the total_ fields.
+                cached = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
+                groups.append((int(most), int(used), int(cached)))
     return groups
-
-
-def _up_to_root(root: Path, path: str, limit: str, usage: str) -> list[tuple[int, int, int]]:
-    """Returns (limit, usage, page cache) for a control group and its ancestors that have a limit.
-
-    Args:
-        root: Folder where the control groups are mounted.
-        path: Path of the control group below the root.
-        limit: Name of the file with the limit.
-        usage: Name of the file with the usage.
-    """
-    groups = []
-    folder = root / path.strip("/")
-    # A container may see the host's path, which does not exist here. Then only the root has files,
-    # which are those of the container's control group.
-    for group in (folder, *folder.parents):
-        most = "".join(_lines(group / limit))
-        used = "".join(_lines(group / usage))
-        if most.isdecimal() and used.isdecimal() and int(most) < _V1_UNLIMITED:
-            stat = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
-            # Version 1 of control groups includes descendants only in the total_ fields.
-            cached = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
-            groups.append((int(most), int(used), int(cached)))
-        if group == root:
-            break
-    return groups
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def gpu_name(accelerator: Accelerator) -> str:

@@ -8,6 +8,7 @@ the predicted gain is large enough, all ranks change to that partition at the sa
     each half of these steps ──> must predict the gain too     (planner/choose_partition.py)
 
 If a move gains less than half of what was predicted, the gain required for the next one is doubled.
+If it gains nothing, for it was decided on noise, the layers go back.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _LEAST_STEPS = 3
 _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
+_PAYS = 0.01
+"""Minimum fraction of the step time that a move must have saved, or the layers go back."""
 
 Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
@@ -110,10 +113,14 @@ class Move(PartitionMove):
     Attributes:
         why: Reason for the move, printed in the log.
         before_s: Measured step time before the move, in seconds.
+        former: Partition before the move.
+        is_return: Whether the move takes back the one before, which gained nothing.
     """
 
     why: str
     before_s: float
+    former: Partition
+    is_return: bool = False
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -235,9 +242,9 @@ class Repartitioner:
             self._message(
                 f"  repartition: layers stay, as no partition was simulated within {LIMIT_S:g} s"
             )
-        self._compare(step_s)
+        way_back = self._compare(step_s)
         self._forget()
-        return None if move is None or move.gain < self._gain else move
+        return way_back if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Logs a move that was made, and starts to measure the run with its new partition.
@@ -249,24 +256,31 @@ class Repartitioner:
         """
         before = format_partition(self._partition)
         layers = travelling(self._partition, move.partition, run.placement)
-        self._message(
-            f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; predicted "
-            f"step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; {layers} layer"
-            f"{'s' * (layers != 1)} moved in {seconds:.3f} s"
+        predicted = (
+            ""
+            if move.is_return
+            else f"predicted step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; "
         )
-        self._promise = move
+        self._message(
+            f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; "
+            f"{predicted}{layers} layer{'s' * (layers != 1)} moved in {seconds:.3f} s"
+        )
+        self._promise = None if move.is_return else move
         self._skip = _WARM_UP
         self.adopt(run)
 
-    def _compare(self, step_s: float) -> None:
+    def _compare(self, step_s: float) -> Move | None:
         """After a move, logs the measured and the predicted gain, and sets the gain required next.
 
         Args:
             step_s: Step time in seconds, measured since the move.
+
+        Returns:
+            Move that takes it back; ``None`` without a move, or if it made steps faster.
         """
         promise, self._promise = self._promise, None
         if promise is None:
-            return
+            return None
         gained = 1 - step_s / promise.before_s
         self._message(
             f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
@@ -275,6 +289,17 @@ class Repartitioner:
         settings = self._run.job.config.schedule
         kept = gained >= promise.gain / 2
         self._gain = settings.repartition_gain if kept else 2 * self._gain
+        if gained >= _PAYS:
+            return None
+        return Move(
+            partition=promise.former,
+            present_s=step_s,
+            step_s=promise.before_s,
+            why="the last move gained nothing",
+            before_s=step_s,
+            former=promise.partition,
+            is_return=True,
+        )
 
     def _measurements(self) -> StepMeasurements:
         assert self._share is not None
@@ -337,7 +362,13 @@ class Repartitioner:
         proposed, is_late = result_within(LIMIT_S, proposal, late)
         if proposed is None:
             return None, span_s, is_late
-        return Move(**vars(proposed), why=_reason(whole), before_s=span_s), span_s, False
+        move = Move(
+            **vars(proposed),
+            why=_reason(whole),
+            before_s=span_s,
+            former=run.job.config.layers_per_stage,
+        )
+        return move, span_s, False
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run

@@ -103,6 +103,11 @@ class RankTrace:
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
+    def machine(self, iteration: int) -> Mapping[str, int]:
+        """Returns an iteration's counts of what kept the rank from computing; empty if unknown."""
+        blocks = self._blocks.get(iteration)
+        return blocks[0].marker.machine if blocks else {}
+
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
         """Approximate number of spans in each iteration (at least 1), according to the markers."""

@@ -21,7 +21,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +148,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
+
+    def add_machine(self, counts: Mapping[str, int]) -> None:
+        """Adds counts of what kept the rank from computing in this iteration.
+
+        Args:
+            counts: Counts by the names in ``machine_counters``.
+        """
+        if self._begun is not None:
+            self._begun = replace(self._begun, machine=counts)
 
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.

@@ -15,6 +15,7 @@ The text form::
     {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
      "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
+    {"begin_iteration": 9, ..., "machine": {"elapsed_ns": 310220, ...}}      machine's counters
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -274,6 +275,8 @@ class IterationStart:
             multi-token prediction come last), index of this rank's first expert, then the number of
             tokens that each expert of this rank got.
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all are equal.
+        machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
+            A missing counter is 0, or unknown on this machine; empty if nothing was counted.
     """
 
     iteration: int
@@ -285,6 +288,7 @@ class IterationStart:
     exchange_ns: int = 0
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
+    machine: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, kind: str) -> int:
         """Returns the number of spans of a kind that follow this marker."""
@@ -454,6 +458,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record |= {"exchange_ns": marker.exchange_ns, "tokens": marker.tokens}
     if marker.lengths:
         record["lengths"] = marker.lengths
+    if marker.machine:
+        record["machine"] = dict(marker.machine)
     return f"{json.dumps(record)}\n{spans}"
 
 
@@ -501,6 +507,7 @@ def parse_line(
                 exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
                 tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
                 lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
+                machine=_value(record, "machine", "counters", origin, {}),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -580,6 +587,12 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "lengths": (
         lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
         "lists of whole numbers, none empty",
+    ),
+    "counters": (
+        lambda value: (
+            isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
+        ),
+        "whole numbers from 0 by name",
     ),
     "samples": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),

@@ -34,6 +34,21 @@ class Period:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Contains the reason why ranks did not compute, according to a counter of their machine.
+
+    Attributes:
+        counter: Name of the counter in ``machine_counters``.
+        text: Measured values and what they mean, a sentence about the ranks or the machine.
+        remedy: Action that users can take, in the imperative.
+    """
+
+    counter: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """Describes a cause of slow steps that was found, with its evidence and cost.
 
@@ -59,6 +74,7 @@ class Finding:
         advice: Remedies, one sentence each, with the best first.
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
+        reason: Reason of the slowdown in the machine's counters; ``None`` if they show none.
     """
 
     cause: str
@@ -77,6 +93,7 @@ class Finding:
     description: str = ""
     advice: tuple[str, ...] = ()
     partition: tuple[int, ...] = ()
+    reason: Reason | None = None
 
     @property
     def headline(self) -> str:
@@ -103,6 +120,8 @@ class Finding:
             f"confidence {self.confidence:.0%}, compared with {self.against}",
             f"  from {counted}{': ' if self.detail else ''}{self.detail}",
         ]
+        if self.reason:
+            lines.append(f"  because {self.reason.text}")
         lines += [f"  {'do' if not n else 'or'}: {text}" for n, text in enumerate(self.advice)]
         return "\n".join(lines)
 

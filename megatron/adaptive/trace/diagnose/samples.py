@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
+from megatron.adaptive.trace.machine_counters import COUNTERS
 from megatron.adaptive.trace.metrics import compute_ns
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.span_columns import Ints, Messages, TraceTable, match_messages
@@ -62,6 +63,8 @@ class Measured:
         messages: Messages between ranks in the iterations, or in some of them if there are many.
         clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
         experts: For each rank, by iteration, the markers that contain the load of its experts.
+        machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
+            iterations without counters.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -78,6 +81,7 @@ class Measured:
     messages: Messages
     clock_error_ns: float
     experts: tuple[Mapping[int, IterationStart], ...]
+    machine: Mapping[str, Floats]
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -234,7 +238,20 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         messages=match_messages(tables),
         clock_error_ns=_clock_error(run),
         experts=tuple(run.ranks[rank].experts for rank in ranks),
+        machine=_machine(run, chosen),
     )
+
+
+def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
+    """Returns the machine's counters as ``[iterations, ranks]`` by name, NaN without counters."""
+    counts = [
+        [run.ranks[rank].machine(iteration) for rank in sorted(run.ranks)]
+        for iteration in iterations.tolist()
+    ]
+    return {
+        name: np.array([[of.get(name, 0) if of else np.nan for of in row] for row in counts])
+        for name in COUNTERS
+    }
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:

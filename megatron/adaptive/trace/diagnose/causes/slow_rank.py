@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.machine_reasons import reason_of
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, noise
 
 
@@ -34,10 +36,13 @@ class SlowRankCause(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         remedy = evidence.move_layers(finding)
         advice = [*remedy.advice]
+        if finding.reason:
+            advice.insert(0, finding.reason.remedy)
         hosts = " and ".join(sorted(set(finding.hosts)))
         if len({header.dp_rank for header in evidence.measured.headers}) > 1:
             advice.append("give its replica fewer microbatches, --balance-replicas speed")
-        advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+        if not finding.reason:
+            advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
         return Remedy(tuple(advice), remedy.partition)
 
 
@@ -132,7 +137,7 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
     detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
     lasting = shift.end - shift.first == len(m.iterations)
     peers = any(column in group and len(group) > 1 for group in m.peers.values())
-    return m.finding(
+    finding = m.finding(
         [column],
         m.iterations[chosen],
         against=("peers" if peers else "plan") if lasting else "history",
@@ -141,3 +146,4 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
         counts={"actions": int(np.isfinite(m.action_ns[chosen, column]).sum())},
         detail=f"{detail} the expected time",
     )
+    return replace(finding, reason=reason_of(m, column, chosen, math.exp(shift.size)))

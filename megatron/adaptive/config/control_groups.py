@@ -1,0 +1,46 @@
+"""Lists the control groups (cgroups) of this process, which limit its memory and processor time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+"""Folder in which the kernel describes processes."""
+
+MOUNTED = Path("/sys/fs/cgroup")
+"""Folder at which the file systems of control groups are mounted."""
+
+
+def folders(controller: str) -> Iterator[Path]:
+    """Iterates over the folders of this process's control groups, each up to the root.
+
+    Files differ between versions 1 and 2 of control groups, so a folder may lack those that the
+    caller looks for.
+
+    Args:
+        controller: Name of the controller in version 1, for example ``memory`` or ``cpu``.
+    """
+    for line in lines_of(PROC / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root = MOUNTED
+        elif controller in controllers.split(","):
+            root = MOUNTED / controller
+        else:
+            continue
+        # A container may see the host's path, which does not exist here. Then only the root has
+        # files, which are those of the container's control group.
+        folder = root / path.strip("/")
+        for group in (folder, *folder.parents):
+            yield group
+            if group == root:
+                break
+
+
+def lines_of(path: Path) -> list[str]:
+    """Returns the lines of a file of the kernel; none if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,391 @@
+"""Compares two traced runs: what became slower or faster, and where.
+
+The computing time of every rank, chunk and kind of action is compared as a logarithm, so that a
+change of some percent is a number that adds up::
+
+    change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
+
+Changes are picked one after another, first the one that explains most. So a rank on which all kinds
+of action became slower is one change and not three. Links and readers of data are compared one by
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.samples import (
+    Floats,
+    Measured,
+    chance,
+    measure,
+    middle,
+    spread,
+    tame_mean,
+)
+from megatron.adaptive.trace.read import RunTrace, describe_numbers
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
+
+SURE = 3.5
+"""Minimum size of a change, as a number of standard errors."""
+
+LEAST = 0.02
+"""Minimum size of a change as a fraction of the time."""
+
+OF_STEP = 0.002
+"""Minimum change of a message or a read of data, as a fraction of a step."""
+
+RANKS_DIFFER = 0.008
+"""Standard deviation by which the speed of a rank differs between two equal runs, as a fraction."""
+
+MOST_CHANGES = 20
+"""Maximum number of changes of computing time in a comparison."""
+
+_MEDIAN_ERROR = 1.25
+"""Standard error of a median, relative to that of a mean."""
+
+_LEAST_ERROR = 1e-3
+"""Standard error that is assumed at least for a logarithm of times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Describes a part of the work whose time differs between two runs.
+
+    Attributes:
+        kind: Kind of change: ``everything``, ``action`` (a kind of action on all ranks),
+            ``rank``, ``stage``, ``action on rank``, ``link`` or ``data``.
+        ranks: Affected global ranks; for a link, the sender and the receiver.
+        stages: Affected pipeline stages.
+        action: Kind of action (F, B or W); empty if all kinds are affected.
+        before_ms: Time in ms in the first run: of a microbatch, a message or a read.
+        after_ms: The same time in the second run.
+        confidence: Probability that the change is not a random effect, 0.5 to 0.99.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    action: str = ""
+    before_ms: float
+    after_ms: float
+    confidence: float
+
+    @property
+    def relative(self) -> float:
+        """Change as a fraction of the first run's time; positive if the second run is slower."""
+        return self.after_ms / self.before_ms - 1 if self.before_ms > 0 else math.inf
+
+    @property
+    def place(self) -> str:
+        """Affected part of the work, as text."""
+        if self.kind == "everything":
+            return "computing on all ranks"
+        if self.kind == "link":
+            return f"messages from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        rank = f"rank {self.ranks[0]}"
+        if self.kind == "data":
+            return f"reading of data on {rank}"
+        if self.kind == "action":
+            return f"{self.action} on all ranks"
+        stages = f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
+        return f"{self.action} on {rank} ({stages})" if self.action else f"{rank} ({stages})"
+
+    def format(self) -> str:
+        """Formats the change as a line of text."""
+        change = "slower" if self.relative > 0 else "faster"
+        return (
+            f"{self.place}: {abs(self.relative):.1%} {change}, {self.before_ms:.4g} -> "
+            f"{self.after_ms:.4g} ms; confidence {self.confidence:.0%}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Holds the result of a comparison of two runs.
+
+    Attributes:
+        changes: Changes that were found, the largest first.
+        before_ms: Median step time in ms of the first run.
+        after_ms: Median step time in ms of the second run.
+        error: Standard error of the ratio of the step times, as a fraction.
+        iterations: Number of iterations of the first and of the second run.
+        notes: Caveats about the traces; :meth:`format` leaves them out.
+    """
+
+    changes: tuple[Change, ...]
+    before_ms: float
+    after_ms: float
+    error: float
+    iterations: tuple[int, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def relative(self) -> float:
+        """Change of the step time as a fraction; positive if the second run is slower."""
+        return self.after_ms / self.before_ms - 1
+
+    def is_slower_by(self, limit: float) -> bool:
+        """Returns whether a step of the second run takes more time than a limit allows.
+
+        Args:
+            limit: Fraction by which a step may be slower. A change that may be random never
+                exceeds the limit.
+        """
+        return self.relative > limit and self.relative > SURE * self.error
+
+    def format(self) -> str:
+        """Formats the comparison as text: the step time, then a line per change."""
+        first, second = self.iterations
+        is_sure = abs(self.relative) > SURE * self.error
+        word = "slower" if self.relative > 0 else "faster"
+        change = f"{abs(self.relative):.1%} {word}" if is_sure else "no certain change"
+        lines = [
+            f"a step takes {self.before_ms:.4g} -> {self.after_ms:.4g} ms: {change}"
+            f" (medians of {first} and {second} iterations, standard error {self.error:.1%})"
+        ]
+        lines += [f"  {change.format()}" for change in self.changes]
+        if not self.changes:
+            lines.append("  no part of the work has changed by more than 2% and than chance")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the comparison as a dict for ``json.dumps``."""
+        result = asdict(self)
+        for fields, change in zip(result["changes"], self.changes, strict=True):
+            fields |= {"place": change.place, "relative": change.relative}
+        return {**result, "relative": self.relative}
+
+
+def compare_runs(
+    before: RunTrace,
+    after: RunTrace,
+    iterations: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+) -> Comparison:
+    """Compares two runs of the same shape.
+
+    Args:
+        before: Trace of the first run.
+        after: Trace of the second run.
+        iterations: Numbers of the iterations to use of each run. ``None`` for all except the
+            first, or for an evenly spaced sample if these are too many.
+
+    Raises:
+        TraceError: The runs differ in shape, have too few iterations, or cannot be read.
+    """
+    _check_shapes(before, after)
+    first, second = measure(before, iterations[0]), measure(after, iterations[1])
+    for run, measured in ((before, first), (after, second)):
+        if len(measured.iterations) < 3:
+            raise TraceError(
+                f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
+                " more after the first"
+            )
+    changes = [*_computing(first, second), *_links(first, second), *_data(first, second)]
+    _, error = _difference(np.log(first.step_ns), np.log(second.step_ns))
+    return Comparison(
+        changes=tuple(sorted(changes, key=lambda change: -abs(change.relative))),
+        before_ms=first.step / 1e6,
+        after_ms=second.step / 1e6,
+        error=float(error),
+        iterations=(len(first.iterations), len(second.iterations)),
+        notes=tuple(f"{run.origin}: {note}" for run in (before, after) for note in run.notes()),
+    )
+
+
+def _check_shapes(before: RunTrace, after: RunTrace) -> None:
+    shapes = []
+    for run in (before, after):
+        header = run.ranks[min(run.ranks)].header
+        layers = "-".join(map(str, header.layers))
+        shapes.append(
+            f"{len(run.ranks)} ranks, {run.num_ranks} of them per pipeline, {run.num_chunks} chunks"
+            f" per rank in a {header.placement}{f' of {layers} layers' * bool(layers)}"
+        )
+    if shapes[0] != shapes[1] or before.ranks.keys() != after.ranks.keys():
+        raise TraceError(
+            f"{before.origin} has {shapes[0]}; {after.origin} has {shapes[1]}: compare runs of the"
+            " same shape"
+        )
+
+
+def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
+    """Returns the difference of the medians over the first axis, and its standard error."""
+    errors = [
+        _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
+        for series in (before, after)
+    ]
+    error = np.maximum(_LEAST_ERROR, np.hypot(*errors))
+    return middle(after, axis=0) - middle(before, axis=0), error
+
+
+def _computing(first: Measured, second: Measured) -> Iterator[Change]:
+    """Finds changes of computing time, first the one that explains most."""
+    with np.errstate(divide="ignore"):
+        series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
+    change, error = _difference(*series)
+    # A few iterations say little about their own noise, so cells share it.
+    error = np.maximum(error, middle(error))
+    times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
+    is_known = np.isfinite(change)
+    weight = np.where(is_known, 1 / error**2, 0.0)
+    rest = np.where(is_known, change, 0.0)
+    parts = list(_parts(first, is_known))
+    for _ in range(MOST_CHANGES):
+        best, size, certainty, most_explained = None, 0.0, 0.0, 0.0
+        for part in parts:
+            inside = weight[part.cells]
+            effect = float((inside * rest[part.cells]).sum() / inside.sum())
+            error = math.sqrt(1 / inside.sum() + RANKS_DIFFER**2 / len(part.ranks))
+            if abs(effect) < max(LEAST, SURE * error):
+                continue
+            # Prefer the change that explains most of the differences, such as a whole rank to
+            # its backward passes alone.
+            explained = effect**2 * inside.sum()
+            if explained > most_explained:
+                best, size, certainty = part, effect, abs(effect) / error
+                most_explained = explained
+        if best is None:
+            return
+        rest[best.cells] -= size
+        before_ms = float(np.nansum(times_ms[0][best.cells]) / len(best.ranks))
+        after_ms = float(np.nansum(times_ms[1][best.cells]) / len(best.ranks))
+        yield Change(
+            kind=best.kind,
+            ranks=best.ranks,
+            stages=best.stages,
+            action=best.action,
+            before_ms=before_ms,
+            after_ms=after_ms,
+            confidence=chance(certainty - SURE / 2),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Describes a part of the work that may have changed as a whole.
+
+    Attributes:
+        kind: Kind of the change, see :class:`Change`.
+        cells: ``[ranks, chunks, 3] bool``, membership of a rank's kind of action in a chunk.
+        ranks: Global ranks of these cells.
+        stages: Pipeline stages of these cells.
+        action: Kind of action; empty if there are several.
+    """
+
+    kind: str
+    cells: npt.NDArray[np.bool_]
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    action: str = ""
+
+
+def _parts(m: Measured, is_known: npt.NDArray[np.bool_]) -> Iterator[_Part]:
+    """Yields all parts of the work, those that consist of the same cells only once."""
+    ranks = tuple(header.rank for header in m.headers)
+    everywhere = tuple(sorted({stage for stages in m.stages for stage in stages}))
+
+    def cells_at(*index: Any) -> npt.NDArray[np.bool_]:
+        cells = np.zeros_like(is_known)
+        cells[index] = is_known[index]
+        return cells
+
+    every = slice(None)
+    parts = [_Part("everything", is_known, ranks, everywhere)]
+    for number, action in enumerate(DRAWN_ACTIONS):
+        cells = cells_at(every, every, number)
+        parts.append(_Part("action", cells, ranks, everywhere, action))
+    for column, rank in enumerate(ranks):
+        stages = m.stages[column]
+        parts.append(_Part("rank", cells_at(column), (rank,), stages))
+        for chunk in range(m.num_chunks):
+            parts.append(_Part("stage", cells_at(column, chunk), (rank,), (stages[chunk],)))
+        for number, action in enumerate(DRAWN_ACTIONS):
+            cells = cells_at(column, every, number)
+            parts.append(_Part("action on rank", cells, (rank,), stages, action))
+    seen = set()
+    for part in parts:
+        cells_in_bytes = part.cells.tobytes()
+        if part.cells.any() and cells_in_bytes not in seen:
+            seen.add(cells_in_bytes)
+            yield part
+
+
+def _links(first: Measured, second: Measured) -> Iterator[Change]:
+    """Finds links on which messages take longer or less long than before."""
+    clocks_ns = first.clock_error_ns + second.clock_error_ns
+    delays = [_delays(m) for m in (first, second)]
+    for link in sorted(delays[0].keys() & delays[1].keys()):
+        before, after = (of_links[link] for of_links in delays)
+        certainty = _is_changed(before, after, first.step, clocks_ns)
+        if certainty is not None:
+            stages = {stage for rank in link for stage in first.stages[first.column[rank]]}
+            yield Change(
+                kind="link",
+                ranks=link,
+                stages=tuple(sorted(stages)),
+                before_ms=float(np.median(before)) / 1e6,
+                after_ms=float(np.median(after)) / 1e6,
+                confidence=certainty,
+            )
+
+
+def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
+    """Returns the times in ns of messages whose arrival is exact, by sender and receiver."""
+    messages = m.messages
+    taken_ns = (messages.arrived_ns - messages.sent_ns).astype(np.float64)
+    links = np.stack([messages.source, messages.target], axis=1)[messages.seen]
+    taken_ns = taken_ns[messages.seen]
+    return {
+        (int(source), int(target)): taken_ns[(links == (source, target)).all(axis=1)]
+        for source, target in np.unique(links, axis=0)
+    }
+
+
+def _data(first: Measured, second: Measured) -> Iterator[Change]:
+    """Finds ranks that read their microbatches slower or faster than before."""
+    for column, header in enumerate(first.headers):
+        before, after = (
+            m.read_ns[:, column][m.reads[:, column] > 0]
+            / m.reads[:, column][m.reads[:, column] > 0]
+            for m in (first, second)
+        )
+        certainty = _is_changed(before, after, first.step, 0.0)
+        if certainty is not None:
+            yield Change(
+                kind="data",
+                ranks=(header.rank,),
+                stages=first.stages[column],
+                before_ms=float(np.median(before)) / 1e6,
+                after_ms=float(np.median(after)) / 1e6,
+                confidence=certainty,
+            )
+
+
+def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
+    """Returns the confidence that times have changed; ``None`` if the change may be chance.
+
+    A change counts if it is more than a fraction of the times and of a step.
+
+    Args:
+        before: Times in ns in the first run.
+        after: Times in ns in the second run.
+        step_ns: Duration of a step in ns.
+        error_ns: Further error of the difference in ns.
+    """
+    if min(len(before), len(after)) < 3:
+        return None
+    change = float(np.median(after) - np.median(before))
+    error = math.hypot(
+        *(_MEDIAN_ERROR * float(spread(x)) / math.sqrt(len(x)) for x in (before, after))
+    )
+    sure = (abs(change) - error_ns) / max(error, 1.0)
+    matters = abs(change) >= max(LEAST * float(np.median(before)), OF_STEP * step_ns)
+    return chance(sure - SURE / 2) if matters and sure >= SURE else None

@@ -1,0 +1,224 @@
+"""Counts what kept a rank from computing: other programs, quotas, lack of memory, slow disks.
+
+The kernel counts these for every process and for the whole machine::
+
+    /proc/self/task/*/schedstat      time that a thread was ready and had no processor
+    cpu.stat of the control groups   time that a quota on processor time stopped the process
+    /proc/stat                       time that all programs used, and that the host of a virtual
+                                     machine took ("steal")
+    /proc/pressure/{memory,io}       time that programs waited for memory or disks
+    /proc/self/stat                  pages that had to be read from disk
+
+The files stay open, so that reading all of them takes tens of microseconds. A file that a machine
+lacks, or that this process may not read, is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megatron.adaptive.config import control_groups
+
+ELAPSED = "elapsed_ns"
+"""Name of the time in ns over which the other counters counted."""
+
+PROCESSOR_WAIT = "processor_wait_ns"
+"""Name of the time in ns that a thread of this process was ready and had no processor.
+
+It is the time of the thread that waited longest.
+"""
+
+THROTTLED = "throttled_ns"
+"""Name of the time in ns for which a control group's quota stopped the processes in the group."""
+
+STEAL = "steal_ns"
+"""Name of the time in ns that the host gave to other virtual machines, mean over processors."""
+
+MEMORY_WAIT = "memory_wait_ns"
+"""Name of the time in ns in which a program of the machine waited for memory (reclaim or swap)."""
+
+DISK_WAIT = "disk_wait_ns"
+"""Name of the time in ns in which a program of the machine waited for a disk."""
+
+DISK_PAGES = "disk_pages"
+"""Name of the number of pages for which this process waited while they were read from disk."""
+
+MACHINE_BUSY = "machine_busy_ns"
+"""Name of the processor time in ns that all programs of the machine used."""
+
+OWN_BUSY = "own_busy_ns"
+"""Name of the processor time in ns that this process used."""
+
+PROCESSORS = "processors"
+"""Name of the number of processors that this process may use now."""
+
+COUNTERS = (
+    ELAPSED,
+    PROCESSOR_WAIT,
+    THROTTLED,
+    STEAL,
+    MEMORY_WAIT,
+    DISK_WAIT,
+    DISK_PAGES,
+    MACHINE_BUSY,
+    OWN_BUSY,
+    PROCESSORS,
+)
+"""Names of all counters."""
+
+_MOST_THREADS = 64
+_READS_PER_LISTING = 64
+_MOST_BYTES = 1 << 14
+_BUSY_FIELDS = (1, 2, 3, 6, 7)
+"""Indices of user, nice, system and interrupt times in the first line of ``/proc/stat``."""
+_STEAL_FIELD = 8
+"""Index of the stolen time in the same line."""
+_MAJOR_FAULTS_FIELD = 9
+"""Index of the major page faults in ``/proc/self/stat``, counted from the state."""
+_NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Reads a counter from a file of the kernel that stays open."""
+
+    file: BinaryIO
+    parse: Callable[[bytes], int]
+
+    def value(self) -> int | None:
+        """Returns the counter; ``None`` if the kernel does not give it."""
+        try:
+            self.file.seek(0)
+            return self.parse(self.file.read(_MOST_BYTES))
+        except (OSError, ValueError, IndexError):
+            return None
+
+
+class MachineCounters:
+    """Reads the counters of this process and its machine.
+
+    One thread must call all methods.
+    """
+
+    def __init__(self) -> None:
+        self._sources = list(_sources())
+        self._threads: dict[str, _Source] = {}
+        self._reads = 0
+        self._begun = self._read()
+
+    def begin(self) -> None:
+        """Starts to count."""
+        self._begun = self._read()
+
+    def end(self) -> dict[str, int]:
+        """Returns the counts since :meth:`begin` by name, without those that are 0."""
+        counts = dict.fromkeys(COUNTERS, 0)
+        for (name, source), value in self._read().items():
+            # Several sources of a counter are nested groups or threads: the largest count matters.
+            increase = value - self._begun.get((name, source), value)
+            counts[name] = max(counts[name], increase)
+        counts[PROCESSORS] = len(os.sched_getaffinity(0))
+        return {name: count for name, count in counts.items() if count > 0}
+
+    def close(self) -> None:
+        """Closes the files of the kernel. Idempotent."""
+        for source in (*(source for _, source in self._sources), *self._threads.values()):
+            source.file.close()
+        self._sources, self._threads = [], {}
+
+    def _read(self) -> dict[tuple[str, str], int]:
+        """Returns the value of each source of each counter."""
+        if self._reads % _READS_PER_LISTING == 0:
+            self._list_threads()
+        self._reads += 1
+        values: dict[tuple[str, str], int | None] = {
+            (ELAPSED, ""): time.monotonic_ns(),
+            (OWN_BUSY, ""): time.process_time_ns(),
+        }
+        for number, (name, source) in enumerate(self._sources):
+            values[name, str(number)] = source.value()
+        for thread, source in self._threads.items():
+            values[PROCESSOR_WAIT, thread] = source.value()
+        return {key: value for key, value in values.items() if value is not None}
+
+    def _list_threads(self) -> None:
+        """Opens the files of threads that have begun, and closes those of threads that ended."""
+        try:
+            listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
+        except OSError:
+            return
+        for thread in self._threads.keys() - listed:
+            self._threads.pop(thread).file.close()
+        for thread in listed - self._threads.keys():
+            file = _opened(f"/proc/self/task/{thread}/schedstat")
+            if file is not None:
+                self._threads[thread] = _Source(file, lambda text: int(text.split()[1]))
+
+
+def _sources() -> Iterator[tuple[str, _Source]]:
+    """Iterates over the files with counters of the machine and of the process, by counter."""
+    # A quota may lie on any group up to the root.
+    quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
+    files: list[tuple[str, str, Callable[[bytes], int]]] = [
+        *((THROTTLED, path, _throttled_ns) for path in quotas),
+        (STEAL, "/proc/stat", _steal_ns),
+        (MACHINE_BUSY, "/proc/stat", _machine_busy_ns),
+        (MEMORY_WAIT, "/proc/pressure/memory", _pressure_ns),
+        (DISK_WAIT, "/proc/pressure/io", _pressure_ns),
+        (DISK_PAGES, "/proc/self/stat", _major_faults),
+    ]
+    for name, path, parse in files:
+        file = _opened(path)
+        if file is None:
+            continue
+        source = _Source(file, parse)
+        if source.value() is None:
+            file.close()
+        else:
+            yield name, source
+
+
+def _opened(path: str) -> BinaryIO | None:
+    """Opens a file of the kernel; returns ``None`` if this machine lacks or forbids it."""
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError:
+        return None
+
+
+def _throttled_ns(text: bytes) -> int:
+    """Returns the time in ``cpu.stat`` for which a quota stopped a control group, in ns."""
+    fields = dict(line.split()[:2] for line in text.splitlines())
+    if b"throttled_usec" in fields:  # version 2 of control groups
+        return int(fields[b"throttled_usec"]) * _NS_PER_US
+    return int(fields.get(b"throttled_time", b""))
+
+
+def _steal_ns(text: bytes) -> int:
+    """Returns the time in ``/proc/stat`` that other virtual machines took, in ns per processor."""
+    ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
+    return ticks * _ns_per_tick() // (os.cpu_count() or 1)
+
+
+def _machine_busy_ns(text: bytes) -> int:
+    """Returns the processor time in ``/proc/stat`` that programs and interrupts used, in ns."""
+    fields = text.split(maxsplit=_STEAL_FIELD + 1)
+    return sum(int(fields[field]) for field in _BUSY_FIELDS) * _ns_per_tick()
+
+
+def _ns_per_tick() -> int:
+    return 10**9 // os.sysconf("SC_CLK_TCK")
+
+
+def _pressure_ns(text: bytes) -> int:
+    """Returns the time in a file of ``/proc/pressure`` in which some program waited, in ns."""
+    return int(text.split(b"total=", 1)[1].split(maxsplit=1)[0]) * _NS_PER_US
+
+
+def _major_faults(text: bytes) -> int:
+    """Returns the number of page faults in ``/proc/self/stat`` that needed a disk."""
+    return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
