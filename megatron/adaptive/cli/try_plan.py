@@ -1,4 +1,4 @@
-"""``plan --try``: runs one rank of a plan on the device at hand, and stores its memory and times."""
+"""``plan --try``: runs one rank of a plan on the device at hand, and stores what is measured."""
 
 from __future__ import annotations
 
