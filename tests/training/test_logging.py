@@ -11,10 +11,13 @@ import math
 import os
 import pty
 import re
+import socket
 import struct
 import sys
 import termios
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from megatron.adaptive.errors import ConfigError
 accelerator.install()
 
 from megatron.adaptive.gpt.build_model import flops_per_token  # noqa: E402
+from megatron.adaptive.training.loggers.prometheus_logger import TOKEN_VARIABLE, PrometheusEndpoint  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line  # noqa: E402
 
 SMALL = (
@@ -429,6 +433,76 @@ class TestOtherLoggers:
         (found,) = tmp_path.rglob("findings.json")
         assert json.loads(found.read_text())[0]["gain"] == 0.25
         assert "gets no more values" not in capsys.readouterr().err
+
+    def test_prometheus_reads_the_last_values(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parser = pytest.importorskip("prometheus_client.parser")
+        file = tmp_path / "run.prom"
+        flags = f"--prometheus-address 127.0.0.1:0 --prometheus-file {file}"
+        monkeypatch.setenv(TOKEN_VARIABLE, "xyz")
+        ports: list[int] = []
+        opened = PrometheusEndpoint.__init__
+
+        def opens(endpoint: PrometheusEndpoint, cfg: TrainerConfig) -> None:
+            opened(endpoint, cfg)
+            ports.append(endpoint.port)
+
+        monkeypatch.setattr(PrometheusEndpoint, "__init__", opens)
+        log = make_log(settings(flags), io.StringIO())
+        log.iteration(report(1))
+        log.iteration(report(2))
+        url = f"http://127.0.0.1:{ports[0]}/metrics"
+        for header in ({}, {"Authorization": "Bearer xyZ"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=20)
+        right = urllib.request.Request(url, headers={"Authorization": "Bearer xyz"})
+        texts = [urllib.request.urlopen(right, timeout=20).read().decode()]
+        log.close()
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(right, timeout=20)
+        texts.append(file.read_text())
+        for text in texts:
+            families = parser.text_string_to_metric_families(text)
+            values = {family.name: family.samples[0].value for family in families}
+            assert values["megatron_adaptive_lm_loss"] == 11.0
+            assert values["megatron_adaptive_iteration"] == 2
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ("--prometheus-address 0.0.0.0:0", f"set {TOKEN_VARIABLE}"),
+            ("--prometheus-address nothing", r"give \[HOST:\]PORT"),
+            ("--prometheus-address 70000", r"give \[HOST:\]PORT"),
+            ("--prometheus-file /nowhere/run.prom", "in a folder that this user may write"),
+        ],
+    )
+    def test_an_address_that_cannot_be_opened(self, flags: str, message: str) -> None:
+        pytest.importorskip("prometheus_client")
+        with pytest.raises(ConfigError, match=message):
+            make_log(settings(flags), io.StringIO())
+
+    def test_a_port_in_use_is_named(self) -> None:
+        pytest.importorskip("prometheus_client")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"--prometheus-address {port} cannot be opened"):
+                make_log(settings(f"--prometheus-address {port}"), io.StringIO())
+
+    def test_the_dashboard_draws_values_that_exist(self, tmp_path: Path) -> None:
+        pytest.importorskip("prometheus_client")
+        file = tmp_path / "run.prom"
+        log = make_log(
+            settings(f"--prometheus-file {file} --log-timers-to-tensorboard"), io.StringIO()
+        )
+        log.iteration(report(2, bubble_fraction=0.25, grad_norm=1.0))
+        log.close()
+        known = set(re.findall(r"^(\w+) ", file.read_text(), flags=re.MULTILINE))
+        path = Path(__file__).parents[2] / "examples" / "grafana" / "dashboard.json"
+        panels = json.loads(path.read_text())["panels"]
+        drawn = {target["expr"].split("{")[0] for panel in panels for target in panel["targets"]}
+        assert len(drawn) >= 5
+        assert drawn <= known
 
     def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for package, flag in (("wandb", "--wandb-project"), ("mlflow", "--mlflow-experiment")):

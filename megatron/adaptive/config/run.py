@@ -182,6 +182,17 @@ class LoggingConfig:
     mlflow_tracking_uri: str | None = flag(
         "Address of MLflow, a server or a file.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
     )
+    prometheus_address: str | None = flag(
+        "Address at which a Prometheus server reads the last values; needs the package "
+        "prometheus_client. Without HOST, only this machine may read them; otherwise "
+        "MEGATRON_ADAPTIVE_METRICS_TOKEN must hold a bearer token.",
+        unit="[HOST:]PORT",
+    )
+    prometheus_file: str | None = flag(
+        "File for the last values, which Prometheus' node exporter reads (textfile collector); "
+        "needs the package prometheus_client.",
+        unit="FILE",
+    )
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = switch(

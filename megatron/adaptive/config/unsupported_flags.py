@@ -78,7 +78,7 @@ torchrun sets the rank in the environment; start the program with torchrun
     local-rank local_rank
 this program has no reinforcement learning; drop the flag
     perform-rl-step
-metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --mlflow-experiment
+metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --prometheus-address
     log-energy log-progress otel-enabled
 only Megatron-LM's own trainer writes these tensors and choices; drop the flag
     save-activations-interval save-wgrads-interval save-dgrads-interval save-params-interval

@@ -1,0 +1,173 @@
+"""Provides the loggers ``prometheus`` and ``prometheus-file``, for Prometheus and Grafana.
+
+Each curve is a gauge ``megatron_adaptive_<name>``, for example ``megatron_adaptive_lm_loss``.
+``examples/grafana/dashboard.json`` draws them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.tokenizer import need_package
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.training.logger import Logger
+
+PREFIX = "megatron_adaptive_"
+"""Beginning of the name of every metric."""
+
+TOKEN_VARIABLE = "MEGATRON_ADAPTIVE_METRICS_TOKEN"
+"""Environment variable with the bearer token that a visitor of the endpoint must send."""
+
+_WRITE_S = 5.0
+"""Minimum time in seconds between two writes of the file."""
+
+_VISITOR_S = 5.0
+"""Maximum time in seconds in which a visitor must send its request."""
+
+
+class _Gauges:
+    """Holds the last value of each curve.
+
+    Args:
+        flag: Flag that asked for the logger, for the message about a missing package.
+    """
+
+    def __init__(self, flag: str) -> None:
+        self._package = need_package("prometheus_client", flag, "trace")
+        self.registry = self._package.CollectorRegistry()
+        self._by_name: dict[str, Any] = {}
+
+    def set(self, tag: str, value: float, step: int) -> None:
+        """Sets a curve's gauge, and the number of the iteration."""
+        for curve, number in ((tag, value), ("iteration", step)):
+            name = PREFIX + re.sub(r"\W+", "_", curve, flags=re.ASCII).strip("_").lower()
+            if name not in self._by_name:
+                text = f"Last value of the curve {curve}."
+                self._by_name[name] = self._package.Gauge(name, text, registry=self.registry)
+            self._by_name[name].set(number)
+
+    def write(self, path: Path) -> None:
+        """Replaces a file by the present values, in one move."""
+        self._package.write_to_textfile(str(path), self.registry)
+
+    def application(self) -> Callable[..., Iterable[bytes]]:
+        """Returns the WSGI application that answers with the present values."""
+        application: Callable[..., Iterable[bytes]] = self._package.make_wsgi_app(self.registry)
+        return application
+
+
+class PrometheusEndpoint(Logger):
+    """Answers requests of a Prometheus server with the last values."""
+
+    name = "prometheus"
+    flag = "prometheus_address"
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        address = str(cfg.logging.prometheus_address)
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]") or "127.0.0.1"
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token and not _is_loopback(host):
+            raise ConfigError(
+                f"--prometheus-address {address}: others on the network could read the metrics; set"
+                f" {TOKEN_VARIABLE} to a token, or give an address of this machine only"
+            )
+        self._gauges = _Gauges("--prometheus-address")
+        application = _guarded(self._gauges.application(), token)
+        try:
+            self._server = make_server(host, int(port), application, WSGIServer, _Visitor)
+        except (OSError, ValueError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"--prometheus-address {address} cannot be opened ({reason}): give [HOST:]PORT with"
+                " a free port"
+            ) from None
+        thread = threading.Thread(
+            target=self._server.serve_forever, name="prometheus-endpoint", daemon=True
+        )
+        thread.start()
+
+    @property
+    def port(self) -> int:
+        """Port of the endpoint."""
+        return self._server.server_port
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self._gauges.set(tag, value, step)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class PrometheusFile(Logger):
+    """Writes the last values to a file for the textfile collector of Prometheus' node exporter."""
+
+    name = "prometheus-file"
+    flag = "prometheus_file"
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        self._path = Path(str(cfg.logging.prometheus_file))
+        self._gauges = _Gauges("--prometheus-file")
+        try:
+            self._gauges.write(self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"--prometheus-file {self._path} cannot be written ({error.strerror}): name a file"
+                " in a folder that this user may write"
+            ) from None
+        self._due_s = 0.0
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self._gauges.set(tag, value, step)
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _WRITE_S
+            self._gauges.write(self._path)
+
+    def close(self) -> None:
+        self._gauges.write(self._path)
+
+
+class _Visitor(WSGIRequestHandler):
+    """Reads a request within a time limit, and logs nothing."""
+
+    timeout = _VISITOR_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _guarded(
+    application: Callable[..., Iterable[bytes]], token: str
+) -> Callable[..., Iterable[bytes]]:
+    """Returns the application behind a check of the bearer token; unchanged without a token."""
+    if not token:
+        return application
+    expected = f"Bearer {token}".encode()
+
+    def guarded(environment: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        sent = environment.get("HTTP_AUTHORIZATION", "").encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(sent, expected):
+            return application(environment, start_response)
+        headers = [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")]
+        start_response("401 Unauthorized", headers)
+        return [b"send the token as Authorization: Bearer TOKEN\n"]
+
+    return guarded
