@@ -51,7 +51,7 @@ class TriedRank:
             they are separate actions.
         weight_s: Median time of the weight gradients of a microbatch if they are separate actions,
             else 0; per chunk.
-        sigma: Relative standard deviation of the times of equal actions.
+        sigma: Relative standard deviation of the times of equal actions within a step.
     """
 
     rank: int

@@ -147,15 +147,15 @@ class _Samples:
         optimizer_s: Time of each step's optimizer.
         busy_s: Time of each step's actions.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
-        actions_s: Times of all actions, by kind and chunk. The parts of a weight gradient are added
-            up.
+        equal_s: Times of the actions of one kind and chunk in a step, a list for each of these. The
+            parts of a weight gradient are added up.
     """
 
     step_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     means_s: dict[tuple[ActionKind, int], list[float]] = field(default_factory=dict)
-    actions_s: dict[tuple[ActionKind, int], list[float]] = field(default_factory=dict)
+    equal_s: list[list[float]] = field(default_factory=list)
 
     def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
         """Adds the times of a step's actions, in nanoseconds."""
@@ -165,7 +165,7 @@ class _Samples:
             before_s = of_kind.get(action.microbatch, 0.0)
             of_kind[action.microbatch] = before_s + duration_ns / 1e9
         for key, of_kind in sums.items():
-            self.actions_s.setdefault(key, []).extend(of_kind.values())
+            self.equal_s.append(list(of_kind.values()))
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
@@ -212,7 +212,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
         forward_s=samples.typical(ActionKind.F, num_chunks),
         backward_s=samples.typical(ActionKind.B, num_chunks),
         weight_s=samples.typical(ActionKind.W, num_chunks),
-        sigma=spread(samples.actions_s.values()),
+        sigma=spread(samples.equal_s),
     )
 
 
