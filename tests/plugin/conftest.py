@@ -1,7 +1,9 @@
-"""Shares the fixtures of tests that read token files."""
+"""Shares fixtures: token files, and the releases of megatron-core."""
 
 from __future__ import annotations
 
 from tests.fixtures import write_tokens
 
-__all__ = ["write_tokens"]
+from .releases import python_path
+
+__all__ = ["python_path", "write_tokens"]

@@ -73,7 +73,7 @@ def test_every_holder_gets_it_and_gives_it_back(holder: Any) -> None:
 def test_other_settings_after_a_step_are_refused() -> None:
     megatron.adaptive.install()
     seam: Any = schedules.get_forward_backward_func
-    seam.engine = types.SimpleNamespace(close=lambda: None)
+    seam.engines = types.SimpleNamespace(has_shared_settings=True, close=lambda: None)
     megatron.adaptive.install()
     with pytest.raises(ConfigError, match=r"^install\(\) was called with .*'1f1b'.* call uninst"):
         megatron.adaptive.install("1f1b")

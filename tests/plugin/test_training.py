@@ -49,6 +49,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     },
     {
         "shape": {"pp": 2, "chunks": 2, "deallocate": False},
+        "refused": {"fewer": {"fewer chunks": True}},
         "steps": 5,
         "runs": {
             "adaptive": {},
@@ -199,16 +200,20 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert results[0]["refused"] == {
         "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
         "tensor with its shape; leave it out or use schedule megatron",
-        "groups": "pg_collection was given with a pipeline group that is not parallel_state's: "
-        "the engine connects the ranks of that one; leave it out or use schedule megatron",
-        "messages": "p2p_communicator was given with a pipeline group that is not "
-        "parallel_state's: the engine connects the ranks of that one; leave it out or use "
+        "groups": "pg_collection was given without pp, tp, cp, dp, dp_cp: the engine connects the "
+        "ranks of pp, tp, cp, dp, dp_cp; set these groups, or leave pg_collection out for those of "
+        "parallel_state",
+        "messages": "p2p_communicator was given with another pipeline than the step's process "
+        "groups: the engine connects the ranks of these groups; make it with their pp group or use "
         "schedule megatron",
-        "again": "the pipeline of 2 ranks with 1 chunks each is not the one of the first step, "
-        "which the engine is connected for: call megatron.adaptive.uninstall() and install() on "
-        "all ranks in between",
+        "again": "",  # another model has channels of its own
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0: ranks of a job "
         "share their settings; start all of them with the same ones",
+    }
+    assert results[1]["refused"] == {
+        "fewer": "a step has 2 pipeline ranks with 1 chunks each, but the model's first step had 2 "
+        "with 2, which the engine is connected for: give all chunks of the model in every step, or "
+        "call megatron.adaptive.uninstall() and install() on all ranks in between"
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said

@@ -21,6 +21,8 @@ from megatron.adaptive.plugin.unsupported_features import check_model, why_not_b
 
 from ..engine.te_layers import TELinear  # noqa: E402
 
+PIPELINE: Any = object()
+
 
 class Chunk(torch.nn.Module):
     """A model chunk as far as its kind goes."""
@@ -44,9 +46,10 @@ def configuration(**changes: Any) -> Any:
 
 
 def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) -> None:
-    check_model(
-        config or configuration(), chunks or [Chunk()], Settings(**settings), replicas=replicas
+    groups: Any = SimpleNamespace(
+        pp=PIPELINE, replica=(0, replicas), experts=[object()], is_of_parallel_state=True
     )
+    check_model(config or configuration(), chunks or [Chunk()], Settings(**settings), groups)
 
 
 def test_weights_in_parts() -> None:
@@ -57,9 +60,27 @@ def test_weights_in_parts() -> None:
 
 
 def test_groups_of_another_job_than_ours() -> None:
-    line = "^chunk 0 was built with a pipeline group that is not parallel_state's"
+    check(None, Chunk(pg_collection=SimpleNamespace(pp=PIPELINE)))
+    line = "^chunk 0 was built with another pipeline than the step's process groups: the engine"
     with pytest.raises(ConfigError, match=line):
         check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "line"),
+    [
+        ({}, {"placement": "v"}, "^pg_collection was given with stages in a V: a V is made of"),
+        ({"num_moe_experts": 4}, {}, "^pg_collection was given without ep, expt_tp and tp_ep for"),
+    ],
+)
+def test_what_groups_of_the_caller_lack(
+    config: dict[str, Any], settings: dict[str, Any], line: str
+) -> None:
+    groups: Any = SimpleNamespace(
+        pp=PIPELINE, replica=(0, 1), experts=[], is_of_parallel_state=False
+    )
+    with pytest.raises(ConfigError, match=line):
+        check_model(configuration(**config), [Chunk(), Chunk()], Settings(**settings), groups)
 
 
 def test_what_is_not_refused() -> None:

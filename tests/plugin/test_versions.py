@@ -6,8 +6,7 @@ Also ``train megatron-lm``, Megatron-LM's own trainer as the wheel carries it fr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from megatron.adaptive.trace.read import read_run
 
 accelerator.install()
 
-from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail  # noqa: E402
+from ..multiprocess.launch import run_ranks, tail  # noqa: E402
+from .releases import VERSIONS, real  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
-UNPACKED = ROOT / "build/megatron-core"
-INSTALLED = metadata.version("megatron-core")
-VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # Until 0.17 megatron-core's own loop frees outputs that gloo has yet to send.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
@@ -62,22 +59,6 @@ FLAGS = (
     "--hidden-dropout 0 --num-workers 0"
 )
 SEEN = re.compile(r"(?:lm loss|lm loss value|grad norm): ([0-9.E+-]+)")
-real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
-
-
-@pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
-def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where ranks import that megatron-core from."""
-    if request.param == INSTALLED:
-        yield str(ROOT)
-        return
-    core = UNPACKED / f"megatron-core=={request.param}"
-    others = [path for path in UNPACKED.glob("*==*") if not path.name.startswith("megatron-core")]
-    if not core.exists() or not others:
-        pytest.skip(f"megatron-core {request.param} is not there: bash prerequisite.sh --versions")
-    path = ":".join(map(str, [core, ROOT, *others]))
-    yield path
-    forkserver(path).close()
 
 
 def test_steps_are_those_of_its_own_schedule(

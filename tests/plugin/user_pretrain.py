@@ -4,14 +4,15 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
     {"shape": {...}, "steps": trained before evaluation,
      "runs": {name: settings of install, or null for megatron-core's own loop},
-     "refused": {name: {"arguments": {...}, "again": bool}},
+     "refused": {name: {"arguments": {...}, "again": bool, "fewer chunks": bool}},
      "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
 
 Settings may have ``then``: the settings under which training goes on, from a checkpoint in between.
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
-its line; with ``again`` that of a second step, with new process groups. A run with traces saves a
+its line; with ``again`` that of a second step, with new process groups, and with ``fewer chunks``
+that of a second step with the first chunk alone. A run with traces saves a
 checkpoint after its evaluation. The last run of all ends with the interpreter, its plugin still
 installed.
 """
@@ -97,11 +98,15 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
     if case.get("again"):
         user.train(job, 1)
         job = regroup(shape)
+    iterators, chunks = user.iterators(job, 1), job.chunks
+    if case.get("fewer chunks"):
+        user.train(job, 1)
+        iterators, chunks = iterators[:1], chunks[:1]
     try:
         user.get_forward_backward_func()(
             forward_step_func=user.forward_step,
-            data_iterator=user.iterators(job, 1),
-            model=job.chunks,
+            data_iterator=iterators,
+            model=chunks,
             num_microbatches=2,
             seq_length=user.SEQ_LENGTH,
             micro_batch_size=1,

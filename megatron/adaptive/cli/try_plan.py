@@ -69,12 +69,12 @@ def try_plan(options: argparse.Namespace) -> int:
         SetupError: The process of the rank ended without a result.
     """
     trial = _read(options)
+    former = tried_ranks(trial.content, str(trial.path))
     # Memory and order of the rank do not depend on the device's name, which is not known yet.
     cluster = cluster_of(trial.content, "here")
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
     tried, layers = _run(trial, _request(trial, plan, needed))
-    former = tried_ranks(trial.content, str(trial.path))
     ranks = {r: values for r, values in former.items() if values.device == tried.device}
     ranks[tried.rank] = tried
     cluster = cluster_of(trial.content, tried.device)

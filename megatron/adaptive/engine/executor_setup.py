@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
@@ -23,6 +22,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
+from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.process_context import (
     Job,
     from_first,
@@ -125,6 +125,7 @@ def build_executor(
     widths: Widths | None = None,
     pp_ranks: Sequence[int] | None = None,
     model: Any = None,
+    model_groups: ModelGroups | None = None,
 ) -> Wiring:
     """Builds this rank's executor, and connects it to other ranks.
 
@@ -150,9 +151,11 @@ def build_executor(
             assigns them; ``None`` for the order of megatron-core.
         model: megatron-core's configuration of the model, ``None`` for a model without experts.
             Ranks that exchange tokens of experts must run the same actions.
+        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
     """
+    model_groups = model_groups or ModelGroups()
     if pp_ranks is None:
-        pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        pp_ranks = dist.get_process_group_ranks(model_groups.pp)
     groups_before = process_groups()
     ranks = _Neighbourhood.of(placement, pp_ranks, widths)
     channels: Transport | None = None
@@ -173,7 +176,7 @@ def build_executor(
         options = transport or TransportConfig()
         end = connector.own_end(places, options, _store_host())
         channels = connector.connect(end, ranks.peers, options, _say)
-    agreement = _build_agreement(model, places, channels, timeout_s)
+    agreement = _build_agreement(model, model_groups, places, channels, timeout_s)
     executor = Executor(
         placement=placement,
         pp_rank=pp_ranks.index(dist.get_rank()),
@@ -190,12 +193,12 @@ def build_executor(
     return Wiring(executor=executor, transport=channels, agreement=agreement, groups=groups)
 
 
-def gather_places() -> list[dict[str, Any]]:
+def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
     """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
 
     Collective.
     """
-    return gather(here(parallel_state.get_pipeline_model_parallel_rank()))
+    return gather(here((model_groups or ModelGroups()).pp_rank))
 
 
 def open_trace(
@@ -208,6 +211,7 @@ def open_trace(
     layers: Sequence[int] = (),
     work: Sequence[float] = (),
     pp_rank: int | None = None,
+    model_groups: ModelGroups | None = None,
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -225,12 +229,14 @@ def open_trace(
         work: Expected compute cost of each stage, in any unit; empty if unknown.
         pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
             megatron-core.
+        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
 
     Raises:
         TraceError: The file cannot be written.
     """
     if folder is None:
         return Tracing()
+    groups = model_groups or ModelGroups()
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -239,9 +245,9 @@ def open_trace(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
         world_size=job.environment.world_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        pp_rank=groups.pp_rank if pp_rank is None else pp_rank,
+        tp_rank=groups.tp_rank,
+        dp_rank=groups.dp_cp_rank,
         num_ranks=placement.num_ranks,
         num_chunks=placement.num_chunks,
         num_microbatches=num_microbatches,
@@ -294,7 +300,7 @@ def _store_host() -> str | None:
     return getattr(store, "host", None)
 
 
-def decision_group(model: Any = None) -> list[int]:
+def decision_group(model: Any, model_groups: ModelGroups) -> list[int]:
     """Returns the ranks that must run the same actions as this one, in ascending order.
 
     These ranks communicate during forward and backward passes, directly or through other ranks.
@@ -304,12 +310,13 @@ def decision_group(model: Any = None) -> list[int]:
 
     Args:
         model: megatron-core's configuration of the model, ``None`` for a model without experts.
+        model_groups: Process groups of the model.
     """
-    groups = [parallel_state.get_tensor_and_context_parallel_group()]
+    groups = model_groups.meeting
     if getattr(model, "num_moe_experts", None):
-        groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
+        groups += model_groups.experts
         if "global_aux_loss" in getattr(model, "moe_router_load_balancing_type", ""):
-            groups.append(parallel_state.get_tensor_and_data_parallel_group(True))
+            groups += model_groups.balanced
     meets = gather({rank for group in groups for rank in dist.get_process_group_ranks(group)})
     members = {dist.get_rank()}
     while (more := members.union(*(meets[rank] for rank in members))) != members:
@@ -322,12 +329,16 @@ def _say(line: str) -> None:
 
 
 def _build_agreement(
-    model: Any, places: list[dict[str, Any]], transport: Transport | None, timeout_s: float
+    model: Any,
+    model_groups: ModelGroups,
+    places: list[dict[str, Any]],
+    transport: Transport | None,
+    timeout_s: float,
 ) -> Agreement:
     """Connects this rank to the other ranks of its decision group. Collective over all ranks."""
     if transport is None or is_alone():
         return Agreement()
-    members = decision_group(model)
+    members = decision_group(model, model_groups)
     if len(members) == 1:  # true on all ranks or on none, so all return here
         return Agreement()
     group = gloo_group(members, gather)

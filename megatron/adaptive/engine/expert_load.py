@@ -20,23 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.engine.model_groups import ModelGroups
 
 _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 
 
 def measured_experts(
-    chunks: Sequence[torch.nn.Module], accelerator: Accelerator
+    chunks: Sequence[torch.nn.Module],
+    accelerator: Accelerator,
+    model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
     """Returns a meter of this rank's experts, ``None`` for a model without experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
-    return ExpertLoad(chunks, accelerator.clock())
+    return ExpertLoad(chunks, accelerator.clock(), model_groups or ModelGroups())
 
 
 class ExpertLoad:
@@ -46,10 +48,14 @@ class ExpertLoad:
         chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
             gradients on.
         clock: Clock that makes marks on the device, to time exchanges.
+        model_groups: Process groups of the model.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], clock: Any, model_groups: ModelGroups
+    ) -> None:
         self._clock = clock
+        self._groups = model_groups
         # One entry per layer of experts: the layer's number in the model, and the index of its
         # first expert on this rank.
         self._layers: list[tuple[int, int]] = []
@@ -126,15 +132,7 @@ class ExpertLoad:
     @contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
         """Times the collectives of expert-parallel groups while the context is open."""
-        groups = {
-            id(group)
-            for group in (
-                parallel_state.get_expert_model_parallel_group(),
-                parallel_state.get_expert_tensor_parallel_group(),
-                parallel_state.get_expert_tensor_and_model_parallel_group(),
-            )
-            if group.size() > 1
-        }
+        groups = {id(group) for group in self._groups.experts if group.size() > 1}
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:
             def exchange(output: Any, sent: Any, *more: Any, **named: Any) -> Any:

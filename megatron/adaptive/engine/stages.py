@@ -115,7 +115,7 @@ class GradientSync:
         self._let_go(chunk)
         if start is not None:
             start(self._chunks[chunk].parameters())
-        elif held is not None:
+        elif held is not None and _reduces_at_last_microbatch(self._chunks[chunk]):
             start = getattr(self._chunks[chunk], "start_grad_sync", None)
             if start is None:
                 raise ConfigError(
@@ -129,6 +129,20 @@ class GradientSync:
         self._held[chunk] = None
         if context is not None:
             context.__exit__(None, None, None)
+
+
+def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
+    """Returns whether a chunk starts to reduce its gradients with the step's last microbatch.
+
+    It does not if it reduces them when the step is finalized, or if its caller adds up gradients of
+    several steps: then the caller has turned the reduction off around the steps.
+    """
+    config = getattr(chunk, "ddp_config", None)
+    if config is not None and not config.overlap_grad_reduce:
+        return False
+    names = ("bucket_groups", "expert_parallel_bucket_groups")
+    buckets = [bucket for name in names for bucket in getattr(chunk, name, [])]
+    return all(getattr(bucket, "is_last_microbatch", True) for bucket in buckets)
 
 
 def _as_list(value: Any, length: int) -> list[Any]:

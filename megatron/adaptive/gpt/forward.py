@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive.accelerator import Accelerator, current_device, default_generator
+from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.gpt.attention import Documents
 from megatron.adaptive.gpt.core_releases import number_in_model, part_of_context_rank
 
@@ -193,18 +194,20 @@ class DropoutKeys:
     Args:
         seed: Seed of the run.
         enabled: Whether the model has dropout. If false, all methods do nothing.
+        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
     """
 
-    def __init__(self, seed: int, *, enabled: bool) -> None:
+    def __init__(
+        self, seed: int, *, enabled: bool, model_groups: ModelGroups | None = None
+    ) -> None:
         self._enabled = enabled
         if not enabled:
             return
-        self._replicas = parallel_state.get_data_parallel_world_size()
-        self._replica = parallel_state.get_data_parallel_rank()
-        cp_rank = parallel_state.get_context_parallel_rank()
-        digest = hashlib.sha256(f"{seed} {cp_rank}".encode()).digest()
+        groups = model_groups or ModelGroups()
+        self._replica, self._replicas = groups.replica
+        digest = hashlib.sha256(f"{seed} {groups.cp_rank}".encode()).digest()
         self._secret = int.from_bytes(digest[:8], "little")
-        self._split_lane = 1 + parallel_state.get_tensor_model_parallel_rank()
+        self._split_lane = 1 + groups.tp_rank
         assert self._split_lane < 1 << _LANE_BITS
         self._tracker = get_cuda_rng_tracker()
         self._generator: torch.Generator = default_generator(current_device())

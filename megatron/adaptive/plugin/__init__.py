@@ -16,10 +16,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.plugin.settings import Settings, add_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
 
 __all__ = ["add_arguments", "install", "uninstall"]
 
@@ -42,6 +47,7 @@ def install(
     timeout_s: float = 600.0,
     hang_after_s: float | None = None,
     on_hang: Literal["report", "end"] = "report",
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
 ) -> None:
     """Makes Megatron-LM run its pipeline steps on this package's engine.
 
@@ -49,6 +55,9 @@ def install(
     is imported. Flags of :func:`add_arguments` on the command line override the arguments. A second
     call with the same settings does nothing. A call with other settings changes them, if no step
     has run.
+
+    With ``model``, the settings are for one of several models of the process. Flags do not override
+    them, and a second call with other settings for the model is an error.
 
     Args:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
@@ -89,9 +98,13 @@ def install(
             others wait for is reported, in seconds. 0 for never; ``None`` for 10 times the median
             step, and at least 30 s.
         on_hang: ``report`` to write a report page and print a line, ``end`` to also end the job.
+        model: Model that the settings are for, as it is passed to the schedule: a module, or the
+            list of its chunks on this rank. ``None`` for all models without settings of their own.
+            Without such a call, they run on megatron-core's own code.
 
     Raises:
-        ConfigError: A setting is not possible, or differs from the settings of earlier steps.
+        ConfigError: A setting is not possible, or differs from the settings of earlier steps or of
+            an earlier call for the same model.
         SetupError: The installed megatron-core is not compatible with the engine, or was imported
             too early on a machine without CUDA.
     """
@@ -113,6 +126,8 @@ def install(
         hang_after_s=hang_after_s,
         on_hang=on_hang,
     )
+    if model is not None:
+        settings.require_of_model()
     # The order of these imports matters: megatron-core needs a device (or its substitute) when it
     # is imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
@@ -128,7 +143,7 @@ def install(
     )
     from megatron.adaptive.plugin import patch
 
-    patch.put(settings)
+    patch.put(settings, model)
 
 
 def uninstall() -> None:

@@ -24,10 +24,10 @@ from megatron.core.utils import get_model_config
 from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.engines import Engines, Model
 from megatron.adaptive.plugin.first_weights import FirstWeights
 from megatron.adaptive.plugin.placement_patch import Placed, exchange
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
-from megatron.adaptive.plugin.step_runner import Engine
 from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
@@ -46,22 +46,22 @@ class Seam:
 
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
-        engine: Engine that runs the steps, ``None`` before the first step.
+        engines: Engines that run the steps, one for each model.
         placed: Replacements of megatron-core's functions that return the position of a stage.
         first_weights: Replacements of constructors that draw initial weights by layer, if the
             settings say so.
     """
 
     original: StepFunction
-    engine: Engine | None
+    engines: Engines
     placed: Placed
     first_weights: FirstWeights
 
     def __init__(self, original: StepFunction, settings: Settings) -> None:
         functools.update_wrapper(self, original)
         self.original = original
-        self.engine = None
         self.placed = Placed(self._kind)
+        self.engines = Engines(self.placed)
         self.first_weights = FirstWeights(self._draws_by_layer)
         self._settings = settings
         self._cached: tuple[Any, Settings, Settings] | None = None
@@ -69,14 +69,14 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings, if no step has run with the former ones.
+        """Changes the settings of all models without their own, if no step has run with them.
 
         Raises:
             ConfigError: A step has already run with the former settings.
         """
         if settings == self._settings:
             return
-        if self.engine is not None:
+        if self.engines.has_shared_settings:
             raise ConfigError(
                 f"install() was called with {settings} after steps have run with {self._settings}:"
                 " call uninstall() on all ranks first"
@@ -96,41 +96,33 @@ class Seam:
         chosen: StepFunction = self.original(*args, **kwargs)
         if not self._in_force:
             return chosen
-        settings = self._settings_in_force()
-        alone = chosen is schedules.forward_backward_no_pipelining
-        is_own = settings.schedule == "megatron" or alone
-        if is_own and not alone and current_device().type == "cpu":
-            chosen = _keeping_outputs(chosen)
-        if is_own and settings.trace_dir is None:
-            return chosen
-        if not is_own and chosen not in (
-            schedules.forward_backward_pipelining_without_interleaving,
-            schedules.forward_backward_pipelining_with_interleaving,
-        ):
-            raise ConfigError(
-                f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
-                "the engine cannot replace; use schedule megatron"
-            )
+        if not self.engines.has_own_settings:
+            settings = self._settings_in_force()
+            untouched = _run_by_megatron_core(chosen, settings)
+            if untouched is not None and settings.trace_dir is None:
+                return untouched
 
         @functools.wraps(chosen)
         def step(**arguments: Any) -> Any:
             if not self._in_force:  # uninstall() was called after this function was returned
                 return chosen(**arguments)
-            if self.engine is None:
-                traced = chosen if is_own else None
-                self.engine = Engine(self._settings_in_force(), self.placed, traced)
-            return self.engine.run(arguments)
+            model = arguments["model"]
+            shared = self._settings_of_model()
+            settings = self.engines.settings_of(model) or shared
+            untouched = _run_by_megatron_core(chosen, settings)
+            if untouched is not None and settings.trace_dir is None:
+                return untouched(**arguments)
+            return self.engines.engine_of(model, shared, untouched).run(arguments)
 
         return step
 
     def end(self) -> None:
-        """Closes the engine. Later calls go to megatron-core's own function."""
+        """Closes the engines. Later calls go to megatron-core's own function."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
-        engine = self.engine
-        self.engine = None
-        if engine is not None:
-            engine.close()
+        engines = self.engines
+        self.engines = Engines(self.placed)
+        engines.close()
 
     def leave_at_once(self) -> None:
         """Ends the process after an uncaught error, with the exit status that Python would give.
@@ -140,7 +132,7 @@ class Seam:
         down, the process would abort.
         """
         error = getattr(sys, "last_value", None)
-        if error is None or self.engine is None or not self.engine.left_open:
+        if error is None or not self.engines.left_open:
             return
         logging.shutdown()
         sys.stdout.flush()
@@ -170,6 +162,32 @@ class Seam:
         return cached[2]
 
 
+def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
+    """Returns the function of megatron-core that runs a step, ``None`` if the engine runs it.
+
+    Args:
+        chosen: Function that megatron-core has chosen.
+        settings: Settings of the model.
+
+    Raises:
+        ConfigError: megatron-core has chosen a loop that the engine cannot replace.
+    """
+    alone: StepFunction = schedules.forward_backward_no_pipelining
+    if chosen is alone:
+        return alone
+    if settings.schedule == "megatron":
+        return _keeping_outputs(chosen) if current_device().type == "cpu" else chosen
+    if chosen not in (
+        schedules.forward_backward_pipelining_without_interleaving,
+        schedules.forward_backward_pipelining_with_interleaving,
+    ):
+        raise ConfigError(
+            f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
+            "the engine cannot replace; use schedule megatron"
+        )
+    return None
+
+
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
     """Wraps megatron-core's own loop so that it keeps outputs until they have been sent.
 
@@ -195,17 +213,28 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
     return step
 
 
-def put(settings: Settings) -> None:
+def put(settings: Settings, model: Model | None = None) -> None:
     """Replaces ``get_forward_backward_func`` by a :class:`Seam` in every module that has it.
 
+    Args:
+        settings: Settings of the plugin.
+        model: Chunks of the only model that the settings are for; ``None`` for all models that have
+            no settings of their own.
+
     Raises:
-        ConfigError: Steps have already run with other settings.
+        ConfigError: Steps have already run with other settings, or the model has other settings.
     """
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
-        present.change(settings)
+        if model is None:
+            present.change(settings)
+        else:
+            present.engines.give(model, settings)
         return
-    seam = Seam(present, settings)
+    # Other models of the process stay with megatron-core, if only one has been given settings.
+    seam = Seam(present, settings if model is None else Settings(schedule="megatron"))
+    if model is not None:
+        seam.engines.give(model, settings)
     seam.placed.put()
     seam.first_weights.put()
     atexit.register(seam.leave_at_once)

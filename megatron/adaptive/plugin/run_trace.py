@@ -18,16 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.accelerator import Accelerator, current_device
 from megatron.adaptive.config.input_files import say
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile
 from megatron.adaptive.engine.tracing import Tracing
@@ -68,6 +69,7 @@ class StepTrace:
         accelerator: CPU or GPU of this rank.
         iteration: Number of training steps done before this start.
         finish_step: Function that ends the current step. It is called before a checkpoint is saved.
+        model_groups: Process groups of the model.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class StepTrace:
         accelerator: Accelerator,
         iteration: int,
         finish_step: Callable[[], object],
+        model_groups: ModelGroups,
     ) -> None:
         self.tracing = tracing
         self._accelerator = accelerator
         self._finish_step = finish_step
+        self._groups = model_groups
         self._begun: _Begun | None = None
         self._loss: torch.Tensor | None = None
         self._rate: float | None = None
@@ -100,7 +104,7 @@ class StepTrace:
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
         if is_writer:
-            self._progress.begins(iteration, self._total, **_sizes())
+            self._progress.begins(iteration, self._total, **_sizes(model_groups))
         self._diagnosis = RunningDiagnosis(
             folder,
             settings.diagnose_interval,
@@ -119,7 +123,7 @@ class StepTrace:
         """
         iteration = max(iteration, self._done + 1)
         microbatches = arguments["num_microbatches"]
-        replicas = parallel_state.get_data_parallel_world_size()
+        _, replicas = self._groups.replica
         samples = microbatches * arguments["micro_batch_size"] * replicas
         self._begun = _Begun(
             iteration=iteration,
@@ -136,7 +140,7 @@ class StepTrace:
 
         Collective over replicas. On a GPU, it does not wait for the result of the all-reduce.
         """
-        self._loss = _mean_loss(reported)
+        self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 
     def end(self) -> None:
         """Ends the current step, if there is one, and writes its measurements.
@@ -157,7 +161,7 @@ class StepTrace:
             {
                 "step_ms": round(elapsed_s * 1e3, 3),
                 "tokens_per_s": round(begun.tokens / elapsed_s, 1),
-                "loss": None if loss is None else float(loss),
+                "loss": _mean_loss(loss, self._groups.dp_cp.size()),
                 "learning_rate": self._rate,
                 "global_batch_size": begun.samples,
                 "peak_memory_bytes": self._accelerator.peak_memory_bytes(),
@@ -298,35 +302,65 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
     return len(layers), each if weights else 0.0, float(config.hidden_size * width)
 
 
-def _mean_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns the mean loss over microbatches and replicas.
+def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Returns the sum of :func:`_summed_loss` over replicas; ``None`` unless on the last stage.
 
-    Returns ``None`` if Megatron-LM reports no loss.
+    Collective over the replicas of the last stage. A replica without a loss takes part with zeros,
+    because replicas may report different things.
+
+    Args:
+        reported: Results of the loss function; empty on all stages but the last.
+        group: Process group of the replicas.
+    """
+    if not reported:
+        return None
+    total = _summed_loss(reported)
+    if total is None:
+        total = torch.zeros(3, device=current_device())
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
+    """Returns the mean loss, ``None`` if a replica has reported none. Waits for the device."""
+    if total is None:
+        return None
+    loss, count, replicas = total.tolist()
+    return loss / count if count and replicas == num_replicas else None
+
+
+def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
+    """Returns a replica's loss, the number by which it is divided, and 1.
+
+    Returns ``None`` if the values are no losses of Megatron-LM's form.
 
     Source: ``train_step`` of Megatron-LM, which reports either a loss, or a sum over tokens and the
     number of tokens.
     """
-    if not reported or not isinstance(reported[0], Mapping) or not reported[0]:
+    if not all(isinstance(losses, Mapping) and losses for losses in reported):
         return None
     name = _LOSS if _LOSS in reported[0] else next(iter(reported[0]))
-    values = [losses[name] for losses in reported]
-    if isinstance(values[0], (tuple, list)):
-        values = [torch.stack([part.detach().reshape(()) for part in pair]) for pair in values]
-    if not all(isinstance(value, torch.Tensor) and value.numel() in (1, 2) for value in values):
-        return None
-    total = torch.stack([value.detach().reshape(-1).float() for value in values]).sum(dim=0)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    tokens = total[1] if total.numel() == 2 else len(values) * group.size()
-    return total[0] / tokens
+    pairs = []
+    for value in (losses.get(name) for losses in reported):
+        parts = value if isinstance(value, tuple | list) else [value]
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            return None
+        numbers = [part.detach().reshape(-1).float() for part in parts]
+        pair = torch.cat(numbers) if numbers else torch.zeros(0)
+        if pair.numel() not in (1, 2):
+            return None
+        count = pair[1] if pair.numel() == 2 else torch.ones_like(pair[0])
+        pairs.append(torch.stack([pair[0], count]))
+    total = torch.stack(pairs).sum(dim=0)
+    return torch.cat([total, torch.ones_like(total[:1])])
 
 
-def _sizes() -> dict[str, int]:
+def _sizes(groups: ModelGroups) -> dict[str, int]:
     """Returns the parallel sizes of the run, by their names in ``progress.jsonl``."""
     return {
         "world_size": dist.get_world_size(),
-        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data_parallel_size": groups.replica[1],
+        "tensor_model_parallel_size": groups.tp.size(),
+        "pipeline_model_parallel_size": groups.pp.size(),
     }

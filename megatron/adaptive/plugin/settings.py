@@ -19,6 +19,15 @@ from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
+from megatron.adaptive.errors import ConfigError
+
+OF_PROCESS = {
+    "placement": "process groups are made for it",
+    "first_weights": "weights are drawn when the model is built",
+    "hang_after_s": "one watch looks at all models",
+    "on_hang": "one watch looks at all models",
+}
+"""Maps each setting that all models of a process share to the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +151,32 @@ class Settings:
         if self.split_backward is None and splits == "by default":
             return None
         return splits == "always" or bool(self.split_backward)
+
+    def in_process_of(self, shared: Settings) -> Settings:
+        """Returns these settings of one model, with the settings that all models share.
+
+        Args:
+            shared: Settings of models that have none of their own.
+
+        Raises:
+            ConfigError: A setting contradicts the shared ones.
+        """
+        common = {name: getattr(shared, name) for name in OF_PROCESS}
+        return dataclasses.replace(self, **common)
+
+    def require_of_model(self) -> None:
+        """Checks that these settings can be those of one model.
+
+        Raises:
+            ConfigError: A setting is one that all models of the process share.
+        """
+        for name, reason in OF_PROCESS.items():
+            value = getattr(self, name)
+            if value != getattr(Settings, name):
+                raise ConfigError(
+                    f"{name}={value} was given to install() for one model: {reason}; give it to "
+                    "install() without model"
+                )
 
     def overridden(self, arguments: Any) -> Settings:
         """Returns these settings, overridden by the flags on the command line.

@@ -1,6 +1,6 @@
-"""Runs Megatron-LM's steps on this package's executor.
+"""Runs the steps of one model on this package's executor.
 
-All ranks build the executor together at the first step.
+All ranks build the executor together at the model's first step.
 
 This module makes and closes the channels between ranks, the tuner for ``auto``, the seeds for
 dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
@@ -12,19 +12,17 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
-from megatron.adaptive.config.input_files import printable, say
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
@@ -37,11 +35,12 @@ from megatron.adaptive.engine.executor_setup import (
 )
 from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.hang_guard import HangGuard
+from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job, environment_of_rank, gather
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace
-from megatron.adaptive.errors import ConfigError, TraceError, TransportError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.forward import DropoutKeys
 from megatron.adaptive.gpt.model_placement import add_up_copies
 from megatron.adaptive.plugin.first_weights import DEFAULT_SEED
@@ -57,35 +56,89 @@ from megatron.adaptive.rebalance.auto_schedule import Tuner
 from megatron.adaptive.schedule.stage_placement import Placement
 
 
-class Engine:
-    """Runs Megatron-LM's training and evaluation steps on this rank.
+class Watch:
+    """Watches for hangs and the end of the process, which may run several models.
 
     Args:
-        settings: Settings of the plugin, with flags of the command line applied.
+        close: Function that closes all models at the interpreter's end.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._guard: HangGuard | None = None
+
+    def begin(self, job: Job, settings: Settings) -> None:
+        """Starts to watch a model that has just been connected. Collective over all ranks."""
+        # Exit functions run in reverse order, so this one must come after those of the model's
+        # channels and trace.
+        atexit.unregister(self._close)
+        atexit.register(self._close)
+        if self._guard is None:
+            self._guard = HangGuard(
+                job,
+                after_s=settings.hang_after_s,
+                on_hang=settings.on_hang,
+                page_folder=settings.trace_dir,
+            )
+
+    def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
+        """Watches the model whose activity ``evidence`` returns, until another one runs."""
+        if self._guard is not None:
+            self._guard.snapshot = evidence
+
+    def close(self) -> None:
+        """Ends the watch. Idempotent."""
+        atexit.unregister(self._close)
+        if self._guard is not None:
+            self._guard.close()
+
+
+class Engine:
+    """Runs the training and evaluation steps of one model on this rank.
+
+    Args:
+        settings: Settings of the model, with flags of the command line applied.
         placed: Replacements of megatron-core's functions that return the position of a stage.
         traced: Function of megatron-core that runs the steps, and is only traced; ``None`` to run
             the steps on the executor.
+        modules: Chunks of the model, without wrappers.
+        number: Number of the model in the process, from 1.
+        watch: Watch for hangs of the process.
 
     Attributes:
+        modules: Chunks of the model, without wrappers.
+        has_failed: Whether a step has raised an error. Other ranks then take no part in an orderly
+            close.
         left_open: Whether :meth:`close` left channels open, because a step has failed. The threads
             of these channels still wait for messages.
     """
 
-    # The first step sets both attributes.
+    # The first step sets these attributes.
     _job: Job
     _orders: Orders
+    _groups: ModelGroups
 
     def __init__(
-        self, settings: Settings, placed: Placed, traced: Callable[..., Any] | None = None
+        self,
+        settings: Settings,
+        placed: Placed,
+        traced: Callable[..., Any] | None = None,
+        *,
+        modules: Sequence[torch.nn.Module],
+        number: int,
+        watch: Watch,
     ) -> None:
+        self.modules = modules
+        self.has_failed = False
+        self._number = number
+        self._watch = watch
         self._settings = settings
         self._placed = placed
         self._traced = traced
         self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
         self._forward_backward: ForwardBackward | OutsideTrace | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._payload: tuple[int, ...] | None = None
+        self._is_connected = False
         self._splits = False
         self._wiring: Wiring | None = None
         self._dropout: DropoutKeys | None = None
@@ -95,13 +148,11 @@ class Engine:
         self._step: int | None = None  # number of microbatches of the current training step.
         # Times of the last training step, with the step's number of microbatches.
         self._done: tuple[RankTimes, int] | None = None
-        self._broken = False
-        self._guard: HangGuard | None = None
         self._runs = False  # True while a step is running
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Runs a step. The first call is collective over all ranks of the job.
+        """Runs a step. The model's first call is collective over all ranks of the job.
 
         Args:
             arguments: Arguments of the call, as for megatron-core's function that runs a step.
@@ -120,10 +171,13 @@ class Engine:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = get_model_config(chunks[0])
         self._finish_step()
+        groups = ModelGroups(arguments.get("pg_collection"))
+        if self._is_connected:
+            self._check_same_pipeline(groups, len(chunks))
         if chunks != self._chunks:
-            replicas = parallel_state.get_data_parallel_world_size()
             if self._traced is None:
-                check_model(config, chunks, self._settings, replicas=replicas)
+                check_model(config, chunks, self._settings, groups)
+            self._groups = groups
             self._chunks = chunks
             self._forward_backward = None
         self._connect(config, arguments)
@@ -147,7 +201,7 @@ class Engine:
                     trace.returned(reported)
             return reported
         except BaseException:
-            self._broken = True  # other ranks will not take part in an orderly close
+            self.has_failed = True
             raise
         finally:
             self._runs = False
@@ -184,77 +238,53 @@ class Engine:
 
         return step
 
-    def close(self) -> None:
-        """Closes the trace and, unless a step has failed, the channels. All ranks must call it.
+    def close(self, *, is_orderly: bool) -> None:
+        """Closes the trace and the channels.
+
+        Args:
+            is_orderly: Whether all ranks call it. Otherwise channels are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
         """
-        atexit.unregister(self._close_at_exit)
-        self._finish_step()
+        if is_orderly:
+            self._finish_step()
         if self._trace is not None:
-            self._trace.close(is_orderly=not self._broken)
+            self._trace.close(is_orderly=is_orderly)
             self._trace = None
         if self._dropout is not None:
             self._dropout.detach(self._chunks)
-        if self._guard is not None:
-            self._guard.close()
         wiring = self._wiring
         self._wiring = None
-        if wiring is not None and self._broken:
-            self.left_open = True
-        elif wiring is not None:
+        if wiring is not None and is_orderly:
             wiring.close()
+        elif wiring is not None:
+            self.left_open = True
 
-    def _close_at_exit(self) -> None:
-        # Do not wait for other ranks after an uncaught error, because they do not close their
-        # channels.
-        self._broken = self._broken or getattr(sys, "last_value", None) is not None
-        try:
-            self.close()
-        except (TransportError, TraceError) as error:
-            say(f"megatron.adaptive at exit: {error}")
+    def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
+        """Raises an error if a step is not of the pipeline that the engine is connected for."""
+        placement = self._orders.placement
+        num_ranks = groups.pp.size()
+        if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
+            if groups.connect_same_ranks(self._groups):
+                return
+            change = "other process groups than the model's first step"
+        else:
+            change = (
+                f"{num_ranks} pipeline ranks with {num_chunks} chunks each, but the model's first "
+                f"step had {placement.num_ranks} with {placement.num_chunks}"
+            )
+        raise ConfigError(
+            f"a step has {change}, which the engine is connected for: give all chunks of the model "
+            "in every step, or call megatron.adaptive.uninstall() and install() on all ranks in "
+            "between"
+        )
 
     def _connect(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        placement = Placement(
-            num_ranks=group.size(), num_chunks=len(self._chunks), kind=self._settings.kind
-        )
-        payload = _payload_shape(config, arguments, len(self._chunks))
-        if self._group is None:
-            self._group = group
-            self._payload = payload
-            self._job = Job(
-                environment=environment_of_rank(),
-                accelerator=self._accelerator,
-                control_group=dist.group.WORLD,
-                places=gather_places(),
-            )
-            require_equal_settings(_shared_settings(self._settings, config))
-            self._splits = self._choose_split(config)
-            self._orders = self._make_orders(config, placement)
-            if self._settings.trace_dir is not None:
-                self._trace = self._open_trace(self._settings.trace_dir, arguments)
-            if self._traced is None:
-                self._build(config, arguments["num_microbatches"])
-            settings = self._settings
-            self._guard = HangGuard(
-                self._job,
-                after_s=settings.hang_after_s,
-                on_hang=settings.on_hang,
-                page_folder=settings.trace_dir,
-            )
-            self._guard.snapshot = self._evidence
-            atexit.register(self._close_at_exit)
-        elif group is not self._group or placement != self._orders.placement:
-            raise ConfigError(
-                f"the pipeline of {placement.num_ranks} ranks with {placement.num_chunks} chunks "
-                "each is not the one of the first step, which the engine is connected for: call "
-                "megatron.adaptive.uninstall() and install() on all ranks in between"
-            )
-        elif self._traced is None and self._payload is not None and payload != self._payload:
-            self._payload = None  # None: shapes vary from now on, unlike in earlier steps
-            self._build(config, arguments["num_microbatches"])
+        if not self._is_connected:
+            self._connect_first(config, arguments)
+            self._is_connected = True
+        self._watch.look_at(self._evidence)
         if self._forward_backward is None and self._traced is not None:
             assert self._trace is not None
             self._forward_backward = OutsideTrace(self._traced, self._trace.tracing)
@@ -268,7 +298,28 @@ class Engine:
                 span=None if self._trace is None else self._trace.tracing.span,
             )
             self._dropout = self._make_keys(config)
-            self._tuner = self._make_tuner(config)
+            self._tuner = self._make_tuner(config, arguments)
+
+    def _connect_first(self, config: Any, arguments: Mapping[str, Any]) -> None:
+        """Connects this rank to the others and opens its trace. Collective over all ranks."""
+        settings = self._settings
+        placement = Placement(
+            num_ranks=self._groups.pp.size(), num_chunks=len(self._chunks), kind=settings.kind
+        )
+        self._job = Job(
+            environment=environment_of_rank(),
+            accelerator=self._accelerator,
+            control_group=dist.group.WORLD,
+            places=gather_places(self._groups),
+        )
+        require_equal_settings(_shared_settings(settings, config))
+        self._splits = self._choose_split(config)
+        self._orders = self._make_orders(config, placement)
+        if settings.trace_dir is not None:
+            self._trace = self._open_trace(settings.trace_dir, arguments)
+        if self._traced is None:
+            self._build(config, arguments)
+        self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
         """Returns this rank's current activity. The thread of the hang guard calls it."""
@@ -277,7 +328,16 @@ class Engine:
             activity |= self._wiring.executor.evidence()
         elif isinstance(self._forward_backward, OutsideTrace):
             activity |= self._forward_backward.snapshot()
-        return {"doing": "", **activity, "iteration": self._iteration, "in_step": self._runs}
+        # A program with its own loop may pause between two calls, for example to generate samples.
+        # Megatron-LM's loop, which counts its iterations in its arguments, does not.
+        may_pause = getattr(megatron_arguments(), "curr_iteration", None) is None
+        return {
+            "doing": "",
+            **activity,
+            "iteration": self._iteration,
+            "in_step": self._runs,
+            "may_pause": may_pause,
+        }
 
     def _open_trace(self, folder: str, arguments: Mapping[str, Any]) -> StepTrace:
         orders = self._orders
@@ -293,10 +353,13 @@ class Engine:
             layers=layers,
             work=work,
             pp_rank=orders.pp_rank,
+            model_groups=self._groups,
         )
-        tracing.experts = measured_experts(self._chunks, self._accelerator)
+        tracing.experts = measured_experts(self._chunks, self._accelerator, self._groups)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
-        return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
+        return StepTrace(
+            tracing, self._settings, self._accelerator, done, self._finish_step, self._groups
+        )
 
     def _make_keys(self, config: Any) -> DropoutKeys | None:
         """Returns the keys for drawing dropout's random numbers; ``None`` without keyed dropout.
@@ -312,11 +375,13 @@ class Engine:
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
-        keys = DropoutKeys(DEFAULT_SEED if seed is None else seed, enabled=True)
+        keys = DropoutKeys(
+            DEFAULT_SEED if seed is None else seed, enabled=True, model_groups=self._groups
+        )
         keys.attach(self._chunks)
         return keys
 
-    def _make_tuner(self, config: Any) -> Tuner | None:
+    def _make_tuner(self, config: Any, arguments: Mapping[str, Any]) -> Tuner | None:
         """Returns the tuner of schedule ``auto``, ``None`` for other schedules. Collective."""
         settings = self._settings
         if self._orders.schedule != "auto":
@@ -329,7 +394,7 @@ class Engine:
             chunks=self._chunks,
             forward_backward=self._forward_backward,
             transport=self._wiring.transport,
-            payload_shape=self._payload or (1,),
+            payload_shape=self._payload_shape(config, arguments) or (1,),
             payload_dtype=config.pipeline_dtype or torch.float32,
             loads=None,
             gain=None,
@@ -360,7 +425,7 @@ class Engine:
         if self._traced is not None:
             return bool(requested)
         if requested is None and self._settings.schedule != "file":
-            replicas = parallel_state.get_data_parallel_world_size()
+            _, replicas = self._groups.replica
             reason = why_not_by_default(config, self._chunks, replicas=replicas)
         if requested is not False:
             reason = reason or why_not_split(self._chunks)
@@ -372,36 +437,50 @@ class Engine:
             )
         return requested is not False and not reasons
 
-    def _build(self, config: Any, num_microbatches: int) -> None:
+    def _build(self, config: Any, arguments: Mapping[str, Any]) -> None:
         """Builds the executor and connects it to other ranks. Collective over all ranks."""
         dtype = config.pipeline_dtype
         placement = self._orders.placement
-        former = self._wiring
         self._wiring = build_executor(
             placement=placement,
             accelerator=self._accelerator,
             places=self._job.places,
-            payload_shape=self._payload,
+            payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
+            # A caller may change the shape in any step, and on one replica only. Ranks could not
+            # agree then to connect again.
+            payload_varies=True,
             timeout_s=self._settings.timeout_s,
             tracing=None if self._trace is None else self._trace.tracing,
             transport=TransportConfig(
                 transport=self._settings.transport,
                 transport_silence_s=self._settings.transport_silence_s,
             ),
-            in_flight=self._orders.inputs_in_flight(num_microbatches),
+            in_flight=self._orders.inputs_in_flight(arguments["num_microbatches"]),
             pp_ranks=self._pp_ranks,
             model=config,
+            model_groups=self._groups,
         )
-        self._forward_backward = None
-        if former is not None:
-            former.close()  # all ranks have reached this point, and no message is being sent
-            return
         self._say(
             f"schedule {self._settings.schedule} on {placement.num_ranks} pipeline ranks "
             f"with {placement.num_chunks} model chunk{'s' * (len(self._chunks) > 1)} each"
             f"{' in a V' * (placement.kind == 'v')}"
+            + f", for model {self._number} of this process"
+            * (self._number > 1)
         )
+
+    def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Returns the shape ``[s, b, h]`` of this step's tensors; ``None`` if they differ."""
+        varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
+        if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
+            return None
+        length: int = arguments["seq_length"]
+        if len(self._chunks) == 1 and arguments.get("decoder_seq_length") is not None:
+            length = arguments["decoder_seq_length"]
+        length //= self._groups.cp.size()
+        if config.sequence_parallel:
+            length //= self._groups.tp.size()
+        return (length, arguments["micro_batch_size"], config.hidden_size)
 
     @property
     def _pp_ranks(self) -> list[int]:
@@ -409,7 +488,7 @@ class Engine:
 
         In a V, position 0 is megatron-core's last rank.
         """
-        ranks: list[int] = dist.get_process_group_ranks(self._group)
+        ranks: list[int] = dist.get_process_group_ranks(self._groups.pp)
         return ranks[::-1] if self._settings.kind == "v" else ranks
 
     def _make_orders(self, config: Any, placement: Placement) -> Orders:
@@ -432,7 +511,7 @@ class Engine:
         step = self._step
         self._step = None
         waits = self._trace is not None or self._tuner is not None
-        if step is None or not waits or self._broken:
+        if step is None or not waits or self.has_failed:
             return
         if self._wiring is not None:
             self._done = (self._wiring.executor.finish_step(), step)
@@ -464,19 +543,3 @@ def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
     for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"):
         shared[name] = getattr(config, name, None)
     return {name: f"{name}={value}" for name, value in shared.items()}
-
-
-def _payload_shape(
-    config: Any, arguments: Mapping[str, Any], num_chunks: int
-) -> tuple[int, ...] | None:
-    """Returns the shape ``[s, b, h]`` of tensors sent between stages, ``None`` if it may vary."""
-    varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
-    if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
-        return None
-    length: int = arguments["seq_length"]
-    if num_chunks == 1 and arguments.get("decoder_seq_length") is not None:
-        length = arguments["decoder_seq_length"]
-    length //= parallel_state.get_context_parallel_world_size()
-    if config.sequence_parallel:
-        length //= parallel_state.get_tensor_model_parallel_world_size()
-    return (length, arguments["micro_batch_size"], config.hidden_size)

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_type, unwrap_model
 
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
+from megatron.adaptive.engine.model_groups import ModelGroups, has_same_ranks
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.first_weights import is_by_layer
 from megatron.adaptive.plugin.placement_patch import kind_of
@@ -37,7 +36,6 @@ _CONFIG = {
 }
 _OFF = (None, False, "none")
 _INSTEAD = "or use schedule megatron"
-_GROUPS = {"pipeline": "pp", "tensor-parallel": "tp", "context-parallel": "cp"}
 _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
@@ -59,45 +57,27 @@ def check_call(arguments: Mapping[str, Any]) -> None:
             "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
             f"tensor with its shape; leave it out {_INSTEAD}"
         )
-    _check_groups("pg_collection was given", arguments.get("pg_collection"))
     communicator = arguments.get("p2p_communicator")
     if communicator is not None:
-        _check_groups("p2p_communicator was given", communicator, {"pipeline": "pp_group"})
-
-
-def _check_groups(origin: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
-    """Raises an error for process groups other than those of ``parallel_state``.
-
-    This includes the groups of several models that are trained at once. Such models exchange a
-    dictionary of tensors, and have no groups with these names.
-    """
-    for kind, name in names.items() if groups is not None else ():
-        if not _is_of_parallel_state(kind, getattr(groups, name, None)):
+        groups = ModelGroups(arguments.get("pg_collection"))
+        if not has_same_ranks(getattr(communicator, "pp_group", None), groups.pp):
             raise ConfigError(
-                f"{origin} with a {kind} group that is not parallel_state's: the engine connects "
-                f"the ranks of that one; leave it out {_INSTEAD}"
+                "p2p_communicator was given with another pipeline than the step's process groups: "
+                "the engine connects the ranks of these groups; make it with their pp group "
+                f"{_INSTEAD}"
             )
 
 
-def _is_of_parallel_state(kind: str, group: Any) -> bool:
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    expected = {
-        "pipeline": parallel_state.get_pipeline_model_parallel_group,
-        "tensor-parallel": parallel_state.get_tensor_model_parallel_group,
-        "context-parallel": parallel_state.get_context_parallel_group,
-    }[kind]()
-    if group is expected:
-        return True
-    if not isinstance(group, dist.ProcessGroup):
-        return False
-    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(expected)
-
-
 def check_model(
-    config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, *, replicas: int
+    config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, groups: ModelGroups
 ) -> None:
     """Raises an error for a model that the engine would train wrongly or not at all.
+
+    Args:
+        config: Configuration of the model in megatron-core.
+        chunks: Model chunks of this rank.
+        settings: Settings of the model.
+        groups: Process groups of the step.
 
     Raises:
         ConfigError: A setting or chunk of the model is not supported.
@@ -111,7 +91,8 @@ def check_model(
             f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
             f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
         )
-    _check_fp8(config, settings, replicas)
+    _check_fp8(config, settings, groups)
+    _check_groups(config, settings, groups)
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
     if overlaps and "moe" in (config.recompute_modules or ()):
         raise ConfigError(
@@ -127,7 +108,7 @@ def check_model(
             "built"
         )
     for number, chunk in enumerate(chunks):
-        _check_chunk(number, chunk)
+        _check_chunk(number, chunk, groups)
         model = unwrap_model([chunk])[0]
         if settings.first_weights == "by-layer" and not is_by_layer(model):
             raise ConfigError(
@@ -143,14 +124,34 @@ def check_model(
     )
 
 
-def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
+def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
+    """Raises an error for process groups of the caller that the model needs and the engine lacks.
+
+    megatron-core's functions that the plug-in replaces for a V ask ``parallel_state``.
+    """
+    if not groups.is_of_parallel_state and settings.kind == "v":
+        raise ConfigError(
+            "pg_collection was given with stages in a V: a V is made of parallel_state's groups; "
+            "leave pg_collection out, or choose placement loop"
+        )
+    if getattr(config, "num_moe_experts", None) and not groups.experts:
+        raise ConfigError(
+            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: ranks "
+            "that exchange tokens run the same actions; set these groups"
+        )
+
+
+def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error for fp8 with delayed scaling under a run-time rule.
 
     With delayed scaling, forward passes reduce over replicas, but replicas may choose different
     orders under such a rule.
     """
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
-    if not delayed or replicas == 1 or getattr(config, "tp_only_amax_red", False):
+    if not delayed:
+        return
+    _, replicas = groups.replica
+    if replicas == 1 or getattr(config, "tp_only_amax_red", False):
         return
     if settings.is_rule:
         raise ConfigError(
@@ -160,7 +161,7 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
         )
 
 
-def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
+def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> None:
     kind = get_model_type(chunk)
     # Compare names, because megatron-core has two enumerations called ModelType: its models use
     # one, Megatron-LM uses the other.
@@ -176,7 +177,13 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
                 f"chunk {number} is a {type(model).__name__}, {model_kind}: one tensor goes from "
                 f"stage to stage here; use a model with one input {_INSTEAD}"
             )
-    _check_groups(f"chunk {number} was built", getattr(model, "pg_collection", None))
+    built_with = getattr(model, "pg_collection", None)
+    if built_with is not None and not has_same_ranks(getattr(built_with, "pp", None), groups.pp):
+        raise ConfigError(
+            f"chunk {number} was built with another pipeline than the step's process groups: the "
+            "engine connects the ranks of these groups; give the step the pg_collection that the "
+            f"model was built with {_INSTEAD}"
+        )
     if "FullyShardedDataParallel" in type(chunk).__name__:
         raise ConfigError(
             f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "

@@ -1,0 +1,166 @@
+"""Finds the process groups of a model: those of ``parallel_state``, or those that a caller made.
+
+A program that makes its process groups itself passes them to megatron-core's schedule as a
+``ProcessGroupCollection``. ``parallel_state`` may then be empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.errors import ConfigError
+
+_NEEDED = ("pp", "tp", "cp", "dp", "dp_cp")
+_EXPERTS = ("ep", "expt_tp", "tp_ep")
+
+
+class ModelGroups:
+    """Returns the process groups that connect this rank to the other ranks of a model.
+
+    Groups of ``parallel_state`` are looked up each time, because a run may need only some of them.
+
+    Args:
+        collection: Process groups that the caller made, ``None`` for those of ``parallel_state``.
+
+    Raises:
+        ConfigError: The collection lacks a group.
+    """
+
+    def __init__(self, collection: Any = None) -> None:
+        self._collection = collection
+        if collection is None:
+            return
+        lacking = [name for name in _NEEDED if getattr(collection, name, None) is None]
+        if lacking:
+            raise ConfigError(
+                f"pg_collection was given without {', '.join(lacking)}: the engine connects the "
+                f"ranks of {', '.join(_NEEDED)}; set these groups, or leave pg_collection out for "
+                "those of parallel_state"
+            )
+
+    @property
+    def is_of_parallel_state(self) -> bool:
+        """Returns whether the pipeline is that of ``parallel_state``."""
+        if self._collection is None:
+            return True
+        if not parallel_state.model_parallel_is_initialized():
+            return False
+        return has_same_ranks(self.pp, parallel_state.get_pipeline_model_parallel_group())
+
+    @property
+    def pp(self) -> Any:
+        """Returns the group of this rank's pipeline."""
+        if self._collection is None:
+            return parallel_state.get_pipeline_model_parallel_group()
+        return self._collection.pp
+
+    @property
+    def tp(self) -> Any:
+        """Returns the group of tensor-parallel ranks."""
+        if self._collection is None:
+            return parallel_state.get_tensor_model_parallel_group()
+        return self._collection.tp
+
+    @property
+    def cp(self) -> Any:
+        """Returns the group of context-parallel ranks."""
+        if self._collection is None:
+            return parallel_state.get_context_parallel_group()
+        return self._collection.cp
+
+    @property
+    def dp(self) -> Any:
+        """Returns the group of this rank's replicas."""
+        if self._collection is None:
+            return parallel_state.get_data_parallel_group()
+        return self._collection.dp
+
+    @property
+    def dp_cp(self) -> Any:
+        """Returns the group of this rank's replicas and their context-parallel ranks."""
+        if self._collection is None:
+            return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return self._collection.dp_cp
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Returns the index of this rank's replica, and the number of replicas."""
+        if self._collection is None:
+            rank: int = parallel_state.get_data_parallel_rank()
+            return rank, parallel_state.get_data_parallel_world_size()
+        return self.dp.rank(), self.dp.size()
+
+    @property
+    def tp_rank(self) -> int:
+        """Returns this rank's index among tensor-parallel ranks."""
+        if self._collection is None:
+            rank: int = parallel_state.get_tensor_model_parallel_rank()
+            return rank
+        return int(self.tp.rank())
+
+    @property
+    def cp_rank(self) -> int:
+        """Returns this rank's index among context-parallel ranks."""
+        if self._collection is None:
+            rank: int = parallel_state.get_context_parallel_rank()
+            return rank
+        return int(self.cp.rank())
+
+    @property
+    def pp_rank(self) -> int:
+        """Returns this rank's position in its pipeline."""
+        if self._collection is None:
+            rank: int = parallel_state.get_pipeline_model_parallel_rank()
+            return rank
+        return int(self.pp.rank())
+
+    @property
+    def dp_cp_rank(self) -> int:
+        """Returns this rank's index among replicas and their context-parallel ranks."""
+        if self._collection is None:
+            rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            return rank
+        return int(self.dp_cp.rank())
+
+    @property
+    def meeting(self) -> list[Any]:
+        """Returns the groups whose ranks communicate during the passes of every model."""
+        if self._collection is None:
+            return [parallel_state.get_tensor_and_context_parallel_group()]
+        return [self.tp, self.cp]
+
+    @property
+    def experts(self) -> list[Any]:
+        """Returns the groups whose ranks exchange tokens of experts."""
+        if self._collection is None:
+            return [
+                parallel_state.get_expert_model_parallel_group(),
+                parallel_state.get_expert_tensor_parallel_group(),
+                parallel_state.get_expert_tensor_and_model_parallel_group(),
+            ]
+        groups = [getattr(self._collection, name, None) for name in _EXPERTS]
+        return [group for group in groups if group is not None]
+
+    @property
+    def balanced(self) -> list[Any]:
+        """Returns the groups over which a loss may balance experts."""
+        if self._collection is None:
+            return [parallel_state.get_tensor_and_data_parallel_group(True)]
+        return [self.tp, self.dp_cp]
+
+    def connect_same_ranks(self, other: ModelGroups) -> bool:
+        """Returns whether pipeline, tensor and context groups of two models have the same ranks."""
+        pairs = ((self.pp, other.pp), (self.tp, other.tp), (self.cp, other.cp))
+        return all(has_same_ranks(group, twin) for group, twin in pairs)
+
+
+def has_same_ranks(group: Any, other: Any) -> bool:
+    """Returns whether two process groups consist of the same ranks, in the same order."""
+    if group is other:
+        return True
+    if not isinstance(group, dist.ProcessGroup) or not isinstance(other, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)

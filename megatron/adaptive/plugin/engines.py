@@ -1,0 +1,188 @@
+"""Holds an engine for each model of a process, and the settings of models that have their own.
+
+A program may train several models, for example an actor and a critic. Each has an engine with
+channels, schedule and trace of its own, so that their steps may follow each other in any order.
+A model is recognized by its chunks, without the wrappers around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron.adaptive.config.input_files import say
+from megatron.adaptive.errors import ConfigError, TraceError, TransportError
+from megatron.adaptive.plugin.placement_patch import Placed
+from megatron.adaptive.plugin.settings import Settings
+from megatron.adaptive.plugin.step_runner import Engine, Watch
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _OwnSettings:
+    """Contains a model and its settings.
+
+    Attributes:
+        chunks: Chunks of the model, without wrappers.
+        settings: Settings of the model.
+    """
+
+    chunks: list[torch.nn.Module]
+    settings: Settings
+
+
+class Engines:
+    """Makes an engine at the first step of each model.
+
+    Args:
+        placed: Replacements of megatron-core's functions that return the position of a stage.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self._own: list[_OwnSettings] = []
+        self._engines: list[Engine] = []
+        self._trace_folders: list[str] = []
+        self._watch = Watch(self._close_at_exit)
+
+    @property
+    def has_own_settings(self) -> bool:
+        """Returns whether a model has settings of its own."""
+        return bool(self._own)
+
+    @property
+    def has_shared_settings(self) -> bool:
+        """Returns whether steps have run of a model without settings of its own."""
+        return any(self._settings_of(engine.modules) is None for engine in self._engines)
+
+    @property
+    def left_open(self) -> bool:
+        """Returns whether channels were left open, because a step has failed."""
+        return any(engine.left_open for engine in self._engines)
+
+    def give(self, model: Model, settings: Settings) -> None:
+        """Gives a model settings of its own.
+
+        Raises:
+            ConfigError: The model has other settings already, steps of it have run, or it is no
+                model.
+        """
+        parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+        if not parts or not all(isinstance(part, torch.nn.Module) for part in parts):
+            raise ConfigError(
+                f"install() was given {model!r} as model: give a module or the list of the model's "
+                "chunks on this rank, as it is passed to the schedule"
+            )
+        chunks = _bare(parts)
+        for entry in self._own:
+            if chunks == entry.chunks and settings == entry.settings:
+                return
+            if _share_chunks(chunks, entry.chunks):
+                raise ConfigError(
+                    f"install() was called twice for {_name(chunks)}, {_change(entry, settings)}: "
+                    "call it once for each model, with the whole list of its chunks"
+                )
+        if any(_share_chunks(chunks, engine.modules) for engine in self._engines):
+            raise ConfigError(
+                f"install() was called for {_name(chunks)} after steps of it have run: call it "
+                "before the model's first step"
+            )
+        self._own.append(_OwnSettings(chunks=chunks, settings=settings))
+
+    def settings_of(self, model: Model) -> Settings | None:
+        """Returns the settings that a model has of its own, or ``None``."""
+        return self._settings_of(_bare(model)) if self._own else None
+
+    def engine_of(
+        self, model: Model, shared: Settings, traced: Callable[..., Any] | None
+    ) -> Engine:
+        """Returns the engine of a model, made if this is the model's first step.
+
+        Args:
+            model: Chunks of the model, as the caller passes them to the schedule.
+            shared: Settings of models that have none of their own.
+            traced: Function of megatron-core that runs the steps of this model, and is only traced;
+                ``None`` to run them on the executor.
+        """
+        chunks = _bare(model)
+        for engine in self._engines:
+            if _share_chunks(chunks, engine.modules):
+                return engine
+        settings = self._settings_of(chunks)
+        settings = shared if settings is None else settings.in_process_of(shared)
+        number = len(self._engines) + 1
+        folder = settings.trace_dir
+        if folder is not None:
+            self._trace_folders.append(folder)
+            if (models := self._trace_folders.count(folder)) > 1:
+                # Two models would write to the same files.
+                settings = dataclasses.replace(settings, trace_dir=f"{folder}-model-{models}")
+        engine = Engine(
+            settings, self._placed, traced, modules=chunks, number=number, watch=self._watch
+        )
+        self._engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        """Closes all engines, the last one first. All ranks must call it.
+
+        Raises:
+            TransportError: Another rank did not close its channels in time.
+        """
+        self._watch.close()
+        is_orderly = not any(engine.has_failed for engine in self._engines)
+        # Each trace wraps megatron-core's functions as the trace before it has left them, so the
+        # last engine closes first.
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                stack.callback(engine.close, is_orderly=is_orderly)
+
+    def _close_at_exit(self) -> None:
+        # Do not wait for other ranks after an uncaught error, because they do not close their
+        # channels.
+        if getattr(sys, "last_value", None) is not None:
+            for engine in self._engines:
+                engine.has_failed = True
+        try:
+            self.close()
+        except (TransportError, TraceError) as error:
+            say(f"megatron.adaptive at exit: {error}")
+
+    def _settings_of(self, chunks: Sequence[torch.nn.Module]) -> Settings | None:
+        for entry in self._own:
+            if _share_chunks(chunks, entry.chunks):
+                return entry.settings
+        return None
+
+
+def _bare(model: Model) -> list[torch.nn.Module]:
+    """Returns the chunks of a model without the wrappers around them."""
+    chunks: list[torch.nn.Module] = unwrap_model(
+        [model] if isinstance(model, torch.nn.Module) else list(model)
+    )
+    return chunks
+
+
+def _share_chunks(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> bool:
+    return any(chunk is other for chunk in chunks for other in others)
+
+
+def _name(chunks: Sequence[torch.nn.Module]) -> str:
+    return f"a {type(chunks[0]).__name__} of {len(chunks)} chunk{'s' * (len(chunks) > 1)}"
+
+
+def _change(entry: _OwnSettings, settings: Settings) -> str:
+    """Returns the first setting that differs, with both values."""
+    for field in dataclasses.fields(settings):
+        before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
+        if before != after:
+            return f"with {field.name}={before} and then {field.name}={after}"
+    return f"first with {len(entry.chunks)} of its chunks"

@@ -1,0 +1,30 @@
+"""Provides the releases of megatron-core that the plug-in is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+
+from ..multiprocess.launch import ROOT, forkserver
+
+UNPACKED = ROOT / "build/megatron-core"
+INSTALLED = metadata.version("megatron-core")
+VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
+def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where ranks import that megatron-core from."""
+    if request.param == INSTALLED:
+        yield str(ROOT)
+        return
+    core = UNPACKED / f"megatron-core=={request.param}"
+    others = [path for path in UNPACKED.glob("*==*") if not path.name.startswith("megatron-core")]
+    if not core.exists() or not others:
+        pytest.skip(f"megatron-core {request.param} is not there: bash prerequisite.sh --versions")
+    path = ":".join(map(str, [core, ROOT, *others]))
+    yield path
+    forkserver(path).close()

@@ -1,0 +1,74 @@
+"""Started by ``torchrun``: programs that own their loop, with and without ``install()``.
+
+Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
+
+    {"program": name in user_callers.PROGRAMS, "shape": {...} of user_callers.Program,
+     "runs": {name: {"settings": {...} of install, "models": {model: {...} of install},
+                     "shape": changes of the shape}, or null}}
+
+``RESULTS`` is written by rank 0: what each rank saw, for each case and run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.adaptive
+
+megatron.adaptive.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import user_callers as callers  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron.adaptive.engine.process_context import destroy_groups, process_groups  # noqa: E402
+
+
+def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
+    """Runs a program from its start to its end."""
+    megatron.adaptive.uninstall()
+    gc.collect()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
+    own: dict[str, Any] = {}
+    if settings is not None:
+        own = settings.get("models", {})
+        if "settings" in settings:
+            megatron.adaptive.install(**settings["settings"])
+
+    def prepare(models: dict[str, callers.Model]) -> None:
+        for name, values in own.items():
+            megatron.adaptive.install(**values, model=models[name].chunks)
+
+    shape = case.get("shape", {}) | (settings or {}).get("shape", {})
+    return callers.PROGRAMS[case["program"]](callers.Program(**shape), prepare)
+
+
+def main() -> None:
+    # A rank that hangs says where and ends, even if nobody is left to end it.
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
+    torch.set_num_threads(1)
+    gc.freeze()
+    dist.init_process_group("gloo")
+    results = []
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        seen: dict[str, Any] = {}
+        for name, settings in case["runs"].items():
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, run(case, settings))
+            seen[name] = everyone
+        results.append(seen)
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
