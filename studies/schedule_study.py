@@ -99,18 +99,24 @@ def cells(latency: float) -> Iterator[Cell]:
 
 
 def lower_bound_s(placement: Placement, work: Workload) -> float:
-    """The bound of the module's docstring."""
-    times: Any = work.durations_ps
-    stages, microbatches = times.shape[1:]
+    """The bound of the module's docstring.
+
+    Arrays of B and W are in the order they run: with slices, the last slice of a microbatch first.
+    """
+    times: Any = work.durations_ps.copy()
+    stages, items = times.shape[1:]
+    slices = work.num_slices
+    turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
+    times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
     # Of the message from each stage to the one behind it, and back.
-    forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:].copy()
+    forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
-    heads = _starts(times, forth, back)
+    heads = _starts(times, forth, back, slices)
     # The way from an action to the end is the way to it with time and microbatches reversed.
     reverse = times[:, :, ::-1]
     tails = np.zeros_like(times)
-    none = np.zeros(microbatches, dtype=np.int64)
+    none = np.zeros(items, dtype=np.int64)
     after = none
     for stage in range(stages):
         tails[W, stage] = _in_turn(none, reverse[W, stage])
@@ -122,7 +128,8 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     for stage in reversed(range(stages)):
         if stage < stages - 1:
             after = after + forth[stage, ::-1]
-        after = np.maximum(after, tails[B, stage] + reverse[B, stage])
+        first_backward = _latest(tails[B, stage] + reverse[B, stage], slices)
+        after = np.maximum(after, first_backward)
         tails[F, stage] = _in_turn(after, reverse[F, stage])
         after = tails[F, stage] + reverse[F, stage]
     tails = tails[:, :, ::-1]
@@ -132,8 +139,13 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     return max(_one_machine(*of_rank) for of_rank in of_ranks) / PS_PER_S
 
 
-def _starts(times: Any, forth: Any, back: Any) -> Any:
-    """Returns the earliest starts ``[kind, stage, microbatch]`` if ranks ran all side by side."""
+def _latest(ends: Any, slices: int) -> Any:
+    """Returns for each slice the latest of the ends of its microbatch."""
+    return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
+
+
+def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
+    """Returns the earliest starts ``[kind, stage, item]`` if ranks ran all side by side."""
     stages = times.shape[1]
     found = np.zeros_like(times)
     ready = np.zeros(times.shape[2], dtype=np.int64)
@@ -143,7 +155,7 @@ def _starts(times: Any, forth: Any, back: Any) -> Any:
         if stage < stages - 1:
             ready = ready + forth[stage]
     for stage in reversed(range(stages)):
-        ready = np.maximum(ready, found[F, stage] + times[F, stage])
+        ready = np.maximum(ready, _latest(found[F, stage] + times[F, stage], slices))
         found[B, stage] = _in_turn(ready, times[B, stage])
         ready = found[B, stage] + times[B, stage]
         found[W, stage] = _in_turn(ready, times[W, stage])

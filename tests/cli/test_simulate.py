@@ -106,3 +106,48 @@ def test_help_shows_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(default: 20)" in text
     assert "default: None" not in text
     assert "default: []" not in text
+
+
+def test_slices_show_efficiency_and_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{SMALL} --sequence-slices 4 --attention-share 0.6 --schedules seq-1f1b,adaptive,zb-v"
+    assert simulate(f"{words} --cap 2 --json {tmp_path / 'out.json'}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "4 slices per microbatch, equal-cost; attention is 60% of a forward"
+    assert "efficiency" in lines[3]
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [row["sequence_slices"] for row in rows] == [4, 4]
+    assert f"{rows[1]['efficiency']:.3f}" in lines[5]
+    # All slices take 3 s / 4 on all four ranks; the fixed order fills and drains with one each.
+    assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
+    assert rows[1]["peak_microbatches"] <= 2.001
+    assert "left out: zb-v: schedule zb-v got 4 slices" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sequence-slices 0", "--sequence-slices"),
+        ("--attention-share 1.5", "'1.5' is not a number from 0 to 1"),
+        ("--slice-cut equal", "equal-cost"),
+        ("--sequence-slices 8 --cap 0.5 --schedules adaptive", "the least cap is 1"),
+        ("--sequence-slices 8 --schedules 1f1b", "it orders whole microbatches, choose one of"),
+        ("--sequence-slices 9000", "x --sequence-slices 9000 are 576,000 actions"),
+    ],
+)
+def test_bad_slices_are_refused_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(f"{SMALL} {words}") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_attention_moves_time_from_weight_gradients_to_backwards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate(f"{SMALL} --schedules 1f1b --attention-share 0.5") == 0
+    # A whole microbatch takes 3 s in any case: (8 + 3) * 3.
+    assert " 33 " in capsys.readouterr().out.splitlines()[3]

@@ -1,6 +1,7 @@
 """Random pipelines, three fifths with actions beside others, half with unequal microbatches.
 
-``python tests/schedule/test_fuzz.py`` runs ten thousand of them, the tests a tenth.
+``python tests/schedule/test_fuzz.py`` runs ten thousand of them, and as many of sequences that are
+cut into slices; the tests run a tenth.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ def test_no_random_pipeline_deadlocks(name: str) -> None:
     run_random(name, CASES[name])
 
 
-def run_random(name: str, cases: int) -> None:
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_no_random_pipeline_of_slices_deadlocks(name: str) -> None:
+    run_random(name, CASES[name], most_slices=9)
+
+
+def run_random(name: str, cases: int, most_slices: int = 1) -> None:
     rng = random.Random(name)
     for case in range(cases):
         chunks = rng.choice([1, 2, 2, 3, 4])
@@ -48,12 +54,20 @@ def run_random(name: str, cases: int) -> None:
             num_ranks=rng.randint(1, 8), num_chunks=chunks, kind=rng.choice(["loop", "v"])
         )
         microbatches = rng.randint(1, 10)
+        num_slices = rng.randint(2, most_slices) if most_slices > 1 else 1
         cap = rng.choice([1.0, rng.uniform(1, 3), 10.0])
         sizes = None
         if case % 2:
             spread = rng.choice([0.3, 1.0, 2.0])
-            sizes = [rng.choice([0.1, rng.lognormvariate(0, spread)]) for _ in range(microbatches)]
-            cap = rng.choice([max(1.0, *sizes), max(cap, *sizes)])
+            sizes = [
+                rng.choice([0.1, rng.lognormvariate(0, spread)])
+                for _ in range(microbatches * num_slices)
+            ]
+            wholes = [
+                sum(sizes[first : first + num_slices]) / num_slices
+                for first in range(0, len(sizes), num_slices)
+            ]
+            cap = rng.choice([max(1.0, *wholes), max(cap, *wholes)])
         pieces = rng.choice([0, 1, 2, 4])
         forward_only = case % 20 == 1
         stages = placement.num_stages
@@ -78,6 +92,7 @@ def run_random(name: str, cases: int) -> None:
             action_sigma=0.5,
             latency_sigma=2.0,
             link=link,
+            num_slices=num_slices,
         )
         policies: tuple[Policy, ...] = (AnyThatFits(rng),) * placement.num_ranks
         if name != "any":
@@ -89,6 +104,7 @@ def run_random(name: str, cases: int) -> None:
                 weight_pieces=pieces,
                 shares=case % 3 > 0,
                 pace=(link.latency_s, rng.uniform(0, 3), 1.0),
+                num_slices=num_slices,
             )
         result = simulate(
             placement,
@@ -109,5 +125,10 @@ def run_random(name: str, cases: int) -> None:
 
 if __name__ == "__main__":
     for policy, count in CASES.items():
-        run_random(policy, 10 * count)
-        print(f"{policy}: {10 * count} pipelines, no deadlock, no cap exceeded", flush=True)
+        for most_slices in (1, 16):
+            run_random(policy, 10 * count, most_slices)
+            print(
+                f"{policy}, up to {most_slices} slices: {10 * count} pipelines, no deadlock, no cap"
+                " exceeded",
+                flush=True,
+            )

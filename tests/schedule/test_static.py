@@ -31,8 +31,11 @@ B1-4 B0-3 B0-4
 """
 
 
-def made(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    return make_schedule(name, placement_for(name, ranks, chunks), microbatches)
+def made(
+    name: str, ranks: int, microbatches: int, chunks: int = 2, num_slices: int = 1
+) -> Schedule:
+    placement = placement_for(name, ranks, chunks)
+    return make_schedule(name, placement, microbatches, num_slices=num_slices)
 
 
 def followed(schedule: Schedule, times: StageTimes) -> SimResult:
@@ -53,6 +56,7 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
             fixed_in_loop,
             [
                 made("1f1b", 4, 6),
+                made("seq-1f1b", 2, 2, num_slices=3),
                 made("interleaved", 2, 4),
                 made("zb-h1", 4, 6),
                 made("interleaved-zb", 2, 3),
@@ -90,6 +94,7 @@ PEAKS = {
     "gpipe": lambda p, r, v, m: m,
     "interleaved": lambda p, r, v, m: min((v - 1) * p + 2 * (p - 1 - r) + 1, m * v) / v,
     "interleaved-zb": lambda p, r, v, m: (min((v - 1) * (m // max(1, m // p)) + p, m * v)) / v,
+    "seq-1f1b": lambda p, r, v, m: min(p - r, m),
     "v-half": lambda p, r, v, m: (p + 2) // 2,
     "varuna": lambda p, r, v, m: min(m, max(1, 4 * (p - 1 - r))),
     "zb-h1": lambda p, r, v, m: min(p, m),

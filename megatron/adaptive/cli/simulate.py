@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.adaptive.cli.common import show
@@ -16,6 +17,7 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, coun
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
+from megatron.adaptive.schedule.sequence_slices import SLICE_CUTS
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
@@ -35,6 +37,11 @@ def main(argv: Sequence[str]) -> int:
     _check_work(options, len(seeds))
     outcomes, refused = _simulate(options, profile, list(seeds))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
+    if options.sequence_slices > 1:
+        draws += (
+            f"\n{options.sequence_slices} slices per microbatch, {options.slice_cut};"
+            f" attention is {profile.attention_share:.0%} of a forward"
+        )
     _print_table(draws, outcomes)
     if refused:
         show()
@@ -89,8 +96,10 @@ def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
             "chunks": outcome.candidate.placement.num_chunks,
             "weight_pieces": outcome.candidate.weight_pieces,
             "cap": outcome.candidate.cap,
+            "sequence_slices": outcome.candidate.num_slices,
             "makespans_s": list(outcome.makespans_s),
             "bubble_fraction": outcome.bubble_fraction,
+            "efficiency": 1 - outcome.bubble_fraction,
             "peak_microbatches": outcome.peak_units,
         }
         for outcome in outcomes
@@ -124,8 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
         ("forward", 1.0, "S", "seconds of a rank's forward"),
-        ("backward", 1.0, "S", "seconds of a rank's backward by inputs"),
-        ("weight", 1.0, "S", "seconds of a rank's weight gradients"),
         ("exchange", 0.0, "S", "seconds of all-to-alls in a forward, and in a backward"),
         ("latency", 0.0, "S", "seconds until a message arrives at the next rank"),
         ("occupancy", 0.0, "S", "seconds that a message occupies its link"),
@@ -133,9 +140,22 @@ def _parser() -> argparse.ArgumentParser:
         ("microbatch-jitter", 0.0, "SIGMA", "sigma of lognormal jitter per microbatch"),
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
+    text = "seconds of a rank's {} (default: --forward x (1 {} --attention-share))"
+    add("--backward", type=float, metavar="S", help=text.format("backward by inputs", "+"))
+    add("--weight", type=float, metavar="S", help=text.format("weight gradients", "-"))
     add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
     slow = "rank that is slower by this factor; may be repeated"
     add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
+    slices = parser.add_argument_group("sequence slices")
+    add = slices.add_argument
+    text = "slices into which each microbatch is cut along its sequence"
+    add("--sequence-slices", type=count, default=1, metavar="N", help=text)
+    text = (
+        "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
+    )
+    add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
+    text = "slices that cost the same, or that have as many tokens"
+    add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
     add("--cap", type=float, metavar="MICROBATCHES", help="most activations in a rank's memory")
@@ -161,14 +181,21 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     if options.profile is not None:
         if factors is not None:
             raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
-        return load_profile(options.profile, num_stages=num_stages)
+        profile = load_profile(options.profile, num_stages=num_stages)
+        return replace(
+            profile, attention_share=options.attention_share, slice_cut=options.slice_cut
+        )
     chunks = options.chunks
+    share = options.attention_share
+    forward_s = options.forward
+    backward_s = forward_s * (1 + share) if options.backward is None else options.backward
+    weight_s = forward_s * (1 - share) if options.weight is None else options.weight
     return StageProfile(
         times=StageTimes.equal(
             num_stages,
-            forward_s=options.forward / chunks,
-            backward_s=options.backward / chunks,
-            weight_s=options.weight / chunks,
+            forward_s=forward_s / chunks,
+            backward_s=backward_s / chunks,
+            weight_s=weight_s / chunks,
             exchange_s=options.exchange / chunks,
             exchanges=options.exchanges if options.exchange else 0,
         ),
@@ -176,17 +203,22 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
         rank_factors=factors,
         action_sigma=options.jitter,
         microbatch_sigma=options.microbatch_jitter,
+        attention_share=share,
+        slice_cut=options.slice_cut,
     )
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
     """Raises an error if the simulation would take many minutes or too much memory."""
-    work = options.stages * options.chunks * options.microbatches
+    work = options.stages * options.chunks * options.microbatches * options.sequence_slices
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
+        slices = ""
+        if options.sequence_slices > 1:
+            slices = f" x --sequence-slices {options.sequence_slices}"
         raise ConfigError(
             f"--stages {options.stages} x --chunks {options.chunks} x --microbatches"
-            f" {options.microbatches} are {work:,} actions, drawn {draws} times: give at most"
-            f" {_MAX_ACTIONS:,}, and {_MAX_WORK:,} in all draws"
+            f" {options.microbatches}{slices} are {work:,} actions, drawn {draws} times: give at"
+            f" most {_MAX_ACTIONS:,}, and {_MAX_WORK:,} in all draws"
         )
 
 
@@ -214,6 +246,7 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         placement_kind=options.placement,
         cap=options.cap,
         weight_pieces=options.weight_pieces,
+        num_slices=options.sequence_slices,
     )
 
 
@@ -224,10 +257,13 @@ def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
-    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble   peak")
+    is_sliced = any(outcome.candidate.num_slices > 1 for outcome in outcomes)
+    efficiency = "efficiency  " * is_sliced
+    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble  {efficiency} peak")
     for outcome in outcomes:
         bar = "█" * round(_BAR * outcome.mean_s / slowest)
+        efficiency = f"{1 - outcome.bubble_fraction:10.3f}  " * is_sliced
         print(
             f"{outcome.candidate!s:{width}}  {outcome.mean_s:6.4g}  {first / outcome.mean_s:7.3f}x"
-            f"  {outcome.bubble_fraction:5.1%}  {outcome.peak_units:5.3g}  {bar}"
+            f"  {outcome.bubble_fraction:5.1%}  {efficiency}{outcome.peak_units:5.3g}  {bar}"
         )

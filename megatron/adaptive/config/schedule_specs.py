@@ -66,6 +66,8 @@ class ScheduleSpec:
         is_auto_candidate: Whether the schedule ``auto`` tries this one.
         planned: Whether the planner considers the schedule: always (``by default``), only if the
             user names it (``on request``), or never (``no``).
+        orders_slices: Whether a fixed order can be made for sequences that are cut into slices.
+            Rules can always choose among slices.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``; empty if there is
             none.
         is_selectable: Whether users can select the schedule; false for the schedule that only
@@ -89,6 +91,7 @@ class ScheduleSpec:
     is_hint: bool = False
     is_auto_candidate: bool = False
     planned: Planned = "no"
+    orders_slices: bool = False
     torch_name: str = ""
     is_selectable: bool = True
 
@@ -144,6 +147,12 @@ _TABLE = (
         is_auto_candidate=True,
         planned="by default",
         torch_name="1F1B",
+    ),
+    ScheduleSpec(
+        name="seq-1f1b",
+        function=f"{_PACKAGE}.fixed_in_loop:seq_1f1b",
+        chunks="one",
+        orders_slices=True,
     ),
     ScheduleSpec(
         name="zb-h1",
@@ -282,6 +291,7 @@ _TABLE = (
         name="forward-only",
         function=f"{_PACKAGE}.fixed_in_loop:forward_only",
         placements=_BOTH,
+        orders_slices=True,
         is_selectable=False,
     ),
     ScheduleSpec(

@@ -242,6 +242,11 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule
             f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
             "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
         )
+    if schedule.num_slices > 1:
+        raise ConfigError(
+            f"--schedule-file {path} has {schedule.num_slices} slices per microbatch, and this run "
+            "has whole microbatches: give an order without slices"
+        )
     if schedule.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as separate actions, but this run "

@@ -40,7 +40,8 @@ class Action:
     Attributes:
         kind: Kind of work: F, B or W.
         chunk: Index of the chunk on its rank, from 0.
-        microbatch: Index of the microbatch in the batch, from 0.
+        microbatch: Index of the microbatch in the batch, from 0. With sequence slices, index of the
+            slice, counted through all microbatches (see ``rank_kernel``).
         piece: Index of the part of a weight gradient (W), from 0; always 0 for F and B.
         paired: Whether a fixed order starts the next action together with this one, so that one
             computes while the other communicates. Equality and hash ignore this field.
@@ -70,17 +71,26 @@ class Action:
         return hash((self.microbatch, self.chunk, self.kind, self.piece))
 
     def __str__(self) -> str:
-        name = f"{self.kind}{self.chunk}-{self.microbatch}"
+        return self.label()
+
+    def label(self, num_slices: int = 1) -> str:
+        """Returns the action as people read it, such as ``F0-3``.
+
+        Args:
+            num_slices: Number of slices of each microbatch. If it is above 1, the microbatch and
+                its slice are shown, as in ``F0-3.5``.
+        """
+        name = f"{self.kind}{self.chunk}-{item_label(self.microbatch, num_slices)}"
         return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
 
 
 ActionTable = tuple[tuple[Action, ...], ...]
-"""Actions of one kind, indexed ``[chunk][microbatch * pieces + piece]``."""
+"""Actions of one kind, per chunk, in the order in which the chunk runs them."""
 
 
 @lru_cache(maxsize=64)
 def action_table(
-    kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1
+    kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1, num_slices: int = 1
 ) -> ActionTable:
     """Returns all actions of one kind in a step.
 
@@ -91,16 +101,34 @@ def action_table(
         num_chunks: Number of chunks per rank.
         num_microbatches: Number of microbatches per step.
         pieces: Number of W actions per weight gradient, 1 for F and B.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
 
     Returns:
-        Immutable table indexed ``[chunk][microbatch * pieces + piece]``. Calls with equal arguments
-        return the same table.
+        Immutable table with the actions of each chunk in the order in which it runs them. Calls
+        with equal arguments return the same table.
     """
+    turned = kind is not ActionKind.F
     return tuple(
         tuple(
-            Action(kind, chunk, microbatch, piece)
-            for microbatch in range(num_microbatches)
+            Action(kind, chunk, mirrored(index, num_slices) if turned else index, piece)
+            for index in range(num_microbatches * num_slices)
             for piece in range(pieces)
         )
         for chunk in range(num_chunks)
     )
+
+
+def mirrored(item: int, num_slices: int) -> int:
+    """Returns the item whose slice has the same distance from the other end of its microbatch.
+
+    A chunk runs its B and W in this order, see ``rank_kernel``: as number j the item
+    ``mirrored(j, num_slices)``. The function is its own inverse.
+    """
+    part = item % num_slices
+    return item - part + num_slices - 1 - part
+
+
+def item_label(item: int, num_slices: int) -> str:
+    """Returns an item as people read it: ``3`` for a microbatch, ``3.5`` for a slice of it."""
+    microbatch, part = divmod(item, num_slices)
+    return str(microbatch) if num_slices == 1 else f"{microbatch}.{part}"

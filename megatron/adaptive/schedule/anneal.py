@@ -270,8 +270,10 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
     Returns:
         Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has
-        so many actions that too few orders could be tried.
+        so many actions that too few orders could be tried, or if sequences are cut into slices.
     """
+    if schedule.num_slices > 1:
+        return None
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
         return None

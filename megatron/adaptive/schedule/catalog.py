@@ -32,7 +32,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap, with_rounding
 from megatron.adaptive.schedule.own_schedule import own_rule, own_schedule
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
-from megatron.adaptive.schedule.schedule import Schedule, check_num_microbatches
+from megatron.adaptive.schedule.schedule import Schedule, check_num_microbatches, check_num_slices
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.validate import peak_units
@@ -74,6 +74,7 @@ class Candidate:
             order that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
             microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
     """
 
     name: str
@@ -83,10 +84,13 @@ class Candidate:
     shares: bool = True
     pace: Pace = EQUAL
     hint: Schedule | None = field(default=None, repr=False)
+    num_slices: int = 1
 
     def __str__(self) -> str:
         chunks = self.placement.num_chunks
         text = f"{self.name} ({self.placement.kind}, {chunks} chunk{'s' * (chunks > 1)}"
+        if self.num_slices > 1:
+            text += f", {self.num_slices} slices"
         if self.weight_pieces:
             text += f", W in {self.weight_pieces}"
         if not self.shares:
@@ -105,28 +109,35 @@ class Candidate:
         name = self.name
         placement = self.placement
         hint = self.hint
-        if hint is not None and hint.num_microbatches != num_microbatches:
+        slices = self.num_slices
+        if hint is not None and (hint.num_microbatches, hint.num_slices) != (
+            num_microbatches,
+            slices,
+        ):
             hint = None
         if name == ANNEALED:
             if hint is not None:
-                return tuple(Follow(order, name) for order in hint.orders)
+                return tuple(Follow(order, name, slices) for order in hint.orders)
             name = "hinted"
         if not is_rule(name):
-            schedule = make_schedule(name, placement, num_microbatches)
-            return tuple(Follow(order, name) for order in schedule.orders)
+            schedule = make_schedule(name, placement, num_microbatches, num_slices=slices)
+            return tuple(Follow(order, name, slices) for order in schedule.orders)
         spec = schedule_spec(name)
         if spec.is_own:
-            policy = own_rule(spec, placement, num_microbatches, self.cap, self.weight_pieces)
+            pieces = self.weight_pieces
+            policy = own_rule(spec, placement, num_microbatches, self.cap, pieces, slices)
             return (policy,) * placement.num_ranks
         rule = spec.load()
         if name == "hinted":
             pieces = self.weight_pieces
-            hint = hint or hint_for(placement, num_microbatches, self.cap, self.pace, pieces)
-            codes = [hint_codes(order, placement.num_chunks, pieces) for order in hint.orders]
+            if hint is None:
+                hint = hint_for(placement, num_microbatches, self.cap, self.pace, pieces, slices)
+            chunks = placement.num_chunks
+            codes = [hint_codes(order, chunks, pieces, slices) for order in hint.orders]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in codes)
         if name == "adaptive" and self.shares and self.cap is not None:
             ranks = range(placement.num_ranks)
-            shares = [chunk_shares(placement, rank, self.cap) for rank in ranks]
+            shares = [chunk_shares(placement, rank, self.cap, slices) for rank in ranks]
             return tuple(RulePolicy(name, rule, of_rank) for of_rank in shares)
         return (RulePolicy(name, rule),) * placement.num_ranks
 
@@ -141,7 +152,7 @@ class Candidate:
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
             policies: Policies of the ranks, if :meth:`policies` was already called; else ``None``.
         """
-        count = work.durations_ps.shape[2]
+        count = work.durations_ps.shape[2] // work.num_slices
         return simulate(
             self.placement,
             count,
@@ -163,6 +174,7 @@ def make_candidate(
     placement_kind: PlacementKind | None = None,
     cap: float | None = None,
     weight_pieces: int | None = None,
+    num_slices: int = 1,
 ) -> Candidate:
     """Returns a schedule or rule with its settings for a pipeline, defaults filled in.
 
@@ -177,20 +189,25 @@ def make_candidate(
             chunks); ``None`` for the limit from ``memory_caps.default_cap``.
         weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
             backward pass computes weight gradients; ``None`` for ``DEFAULT_PIECES``.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
     """
     placement = placement_for(name, num_ranks, num_chunks)
     if not is_rule(name):
-        return Candidate(name=name, placement=placement, weight_pieces=int(splits_backward(name)))
+        splits = int(splits_backward(name))
+        return Candidate(
+            name=name, placement=placement, weight_pieces=splits, num_slices=num_slices
+        )
     if placement_kind is not None:
         placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=placement_kind)
     return Candidate(
         name=name,
         placement=placement,
         weight_pieces=DEFAULT_PIECES if weight_pieces is None else weight_pieces,
-        cap=default_cap(placement, num_microbatches) if cap is None else cap,
+        cap=default_cap(placement, num_microbatches, num_slices) if cap is None else cap,
+        num_slices=num_slices,
     )
 
 
@@ -264,7 +281,12 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
 
 
 def make_schedule(
-    name: str, placement: Placement, num_microbatches: int, *, group_size: int | None = None
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    group_size: int | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """Returns the actions of all ranks under a static schedule.
 
@@ -274,6 +296,7 @@ def make_schedule(
         num_microbatches: Number of microbatches per step, at least 1.
         group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
             ``None`` for the number of ranks.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -285,6 +308,13 @@ def make_schedule(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
     check_num_microbatches(num_microbatches)
+    check_num_slices(num_slices)
+    if num_slices > 1 and not spec.orders_slices:
+        sliced = ", ".join(selectable_names(lambda spec: spec.kind == "rule" or spec.orders_slices))
+        raise ScheduleError(
+            f"schedule {name} got {num_slices} slices per microbatch: it orders whole microbatches,"
+            f" choose one of {sliced}"
+        )
     least = spec.least_chunks
     most = spec.most_chunks
     chunks = placement.num_chunks
@@ -297,10 +327,13 @@ def make_schedule(
     if spec.is_own:
         return own_schedule(spec, placement, num_microbatches)
     options = {} if group_size is None else {"group_size": group_size}
+    if spec.orders_slices:
+        options["num_slices"] = num_slices
     return Schedule(
         name=name,
         placement=placement,
         num_microbatches=num_microbatches,
+        num_slices=num_slices,
         orders=tuple(map(tuple, spec.load()(placement, num_microbatches, **options))),
     )
 
@@ -315,6 +348,7 @@ def make_policies(
     shares: bool = True,
     pace: Pace = EQUAL,
     hint: Schedule | None = None,
+    num_slices: int = 1,
 ) -> tuple[Policy, ...]:
     """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
 
@@ -333,6 +367,7 @@ def make_policies(
             order that it follows (its hint).
         hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
             microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -346,6 +381,7 @@ def make_policies(
         shares=shares,
         pace=pace,
         hint=hint,
+        num_slices=num_slices,
     )
     return candidate.policies(num_microbatches)
 
@@ -357,6 +393,7 @@ def hint_for(
     cap: float | None,
     pace: Pace = EQUAL,
     weight_pieces: int = 1,
+    num_slices: int = 1,
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
@@ -364,7 +401,8 @@ def hint_for(
     best schedule is not known if there are few microbatches, or if a loop has no memory to spare.
     Otherwise, the candidates are all static schedules within the cap, and the orders in which
     ``adaptive`` runs simulated steps with and without chunk shares. The candidate with which
-    ``hinted`` is fastest is returned, simulated for equal stages with this pace.
+    ``hinted`` is fastest is returned, simulated for equal stages with this pace. With slices, the
+    best schedule is never known, and all slices are assumed to take equally long.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -374,21 +412,25 @@ def hint_for(
         pace: Relative times of messages, B and W.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         ScheduleError: There is no microbatch, or the cap is too small for any order of actions.
     """
     orders = []
-    for name in selectable_names(lambda spec: spec.is_hint):
+    is_whole = num_slices == 1
+    for name in selectable_names(lambda spec: spec.is_hint if is_whole else spec.orders_slices):
         # Skip schedules that do not suit this placement or this number of microbatches.
         with contextlib.suppress(ScheduleError):
-            schedule = make_schedule(name, placement, num_microbatches)
+            schedule = make_schedule(name, placement, num_microbatches, num_slices=num_slices)
             if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
                 orders.append(schedule)
     ranks = placement.num_ranks
     is_tight = placement.kind == "loop" and cap is not None and cap <= with_rounding(ranks)
-    if orders and (
-        placement.num_chunks == 1 or (num_microbatches >= 2 * ranks - 1 and not is_tight)
+    if (
+        orders
+        and is_whole
+        and (placement.num_chunks == 1 or (num_microbatches >= 2 * ranks - 1 and not is_tight))
     ):
         return orders[0]
 
@@ -397,12 +439,14 @@ def hint_for(
         times = StageTimes.equal(
             placement.num_stages, forward_s=1.0, backward_s=backward, weight_s=weight
         )
-        work = draw(placement, num_microbatches, times, link=Link(latency_s=latency))
-        return candidate.simulate(
-            work, compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM
-        )
+        link = Link(latency_s=latency)
+        work = draw(placement, num_microbatches, times, link=link, num_slices=num_slices)
+        num_actions = 3 * num_microbatches * num_slices * placement.num_stages
+        return candidate.simulate(work, compiled=num_actions >= _COMPILED_FROM)
 
-    rule = Candidate(name="adaptive", placement=placement, weight_pieces=1, cap=cap)
+    rule = Candidate(
+        name="adaptive", placement=placement, weight_pieces=1, cap=cap, num_slices=num_slices
+    )
     for shares in (True, False):
         # Also try an order made for equal times of F, B and W: it may be the best for this pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
@@ -411,7 +455,9 @@ def hint_for(
     return min(orders, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
 
 
-def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
+def hint_codes(
+    order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
+) -> tuple[int, ...]:
     """Returns one rank's actions as the codes that ``runtime_rules.hinted`` reads.
 
     Each W of the order becomes ``weight_pieces`` actions. If the order has no W but
@@ -429,7 +475,7 @@ def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> 
             ]
     counts: Counter[int] = Counter()
     packed = []
-    for code in codes_of(actions, num_chunks):
+    for code in codes_of(actions, num_chunks, num_slices):
         packed.append(code + 3 * num_chunks * counts[code])
         counts[code] += 1
     return tuple(packed)

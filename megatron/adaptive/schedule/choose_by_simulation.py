@@ -109,6 +109,7 @@ def candidates(
     pieces: int = DEFAULT_PIECES,
     pace: Pace = EQUAL,
     also: Sequence[str] = (),
+    num_slices: int = 1,
 ) -> list[Candidate]:
     """Returns the schedules and run-time rules that can run without moving the model's layers.
 
@@ -121,18 +122,22 @@ def candidates(
         pieces: Maximum number of W actions per weight gradient.
         pace: Relative times of messages, B and W, for the rule ``hinted``.
         also: Names of additional schedules and run-time rules.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
     """
+    static = STATIC
+    if num_slices > 1:
+        static = selectable_names(lambda spec: spec.orders_slices)
     options = []
-    for name in (*STATIC, *(name for name in also if not is_rule(name))):
+    for name in (*static, *(name for name in also if not is_rule(name))):
         candidate = make_candidate(
-            name, placement.num_ranks, placement.num_chunks, num_microbatches
+            name, placement.num_ranks, placement.num_chunks, num_microbatches, num_slices=num_slices
         )
         if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
         with contextlib.suppress(ScheduleError):  # skip a schedule that does not suit this pipeline
-            make_schedule(name, placement, num_microbatches)
+            make_schedule(name, placement, num_microbatches, num_slices=num_slices)
             options.append(candidate)
-    usual = default_cap(placement, num_microbatches)
+    usual = default_cap(placement, num_microbatches, num_slices)
     caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
     options += [
         Candidate(
@@ -142,6 +147,7 @@ def candidates(
             cap=cap,
             shares=shares,
             pace=pace if name == "hinted" else EQUAL,
+            num_slices=num_slices,
         )
         for cap in caps
         if 1.0 <= cap <= with_rounding(most)
@@ -163,6 +169,7 @@ def choose(
     also: Sequence[str] = (),
     quick: bool = False,
     until_s: float = math.inf,
+    num_slices: int = 1,
 ) -> ScheduleChoice:
     """Simulates all candidates and chooses the fastest.
 
@@ -177,6 +184,7 @@ def choose(
         also: Names of additional schedules and run-time rules to simulate.
         quick: Whether to simulate only one step per candidate, and to skip simulated annealing.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         ScheduleError: No candidate fits into memory, or none was simulated in time.
@@ -198,6 +206,7 @@ def choose(
             pieces=pieces,
             pace=_pace(profile),
             also=also,
+            num_slices=num_slices,
         )
     )
     if not quick and time.monotonic() < until_s:
@@ -259,7 +268,13 @@ def evaluate(
     policies = candidate.policies(num_microbatches)
     results = []
     for seed in seeds:
-        workload = draw(candidate.placement, num_microbatches, profile, seed=seed)
+        workload = draw(
+            candidate.placement,
+            num_microbatches,
+            profile,
+            seed=seed,
+            num_slices=candidate.num_slices,
+        )
         results.append(candidate.simulate(workload, compiled=True, policies=policies))
     return CandidateOutcome(
         candidate=candidate,

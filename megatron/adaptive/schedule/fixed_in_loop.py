@@ -12,6 +12,17 @@ microbatch 3::
 Rank r holds the activations of at most ``num_ranks - r`` microbatches. Without message latency, a
 step of m microbatches on p equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
+**seq-1f1b**: 1F1B over slices of sequences. Forward passes take the slices of all microbatches in
+ascending order, backward passes the last slice of each microbatch first. So that all slices of a
+microbatch have run forward before its first backward pass, there are ``num_slices - 1`` more
+warm-up forward passes. Two ranks, two microbatches of three slices; ``F0-1.2`` is the last slice of
+microbatch 1::
+
+    rank 0 | F0-0.0 F0-0.1 F0-0.2 F0-1.0 B0-0.2 F0-1.1 B0-0.1 F0-1.2 B0-0.0 B0-1.2 B0-1.1 B0-1.0
+    rank 1 | F0-0.0 F0-0.1 F0-0.2 B0-0.2 F0-1.0 B0-0.1 F0-1.1 B0-0.0 F0-1.2 B0-1.2 B0-1.1 B0-1.0
+
+Rank r holds the activations of at most ``num_ranks - r + num_slices - 1`` slices.
+
 **interleaved**: each group of microbatches passes through all chunks of a rank in turn. Two ranks,
 two chunks, four microbatches::
 
@@ -116,11 +127,12 @@ pass, and the paper's rule that no forward pass may run between them is not need
 rank also runs a forward pass if the backward pass in its list is late; here only run-time rules do
 that.
 
-Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
-2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. Combined:
-megatron-core's ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero Bubble Pipeline Parallelism, arXiv
-2401.10241, section 2.1 and table 2; this order, and the one with several stages per rank, are those
-of ``torch.distributed.pipelining``. GPipe, arXiv 1811.06965, section 2.3; Breadth-First Pipeline
+Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B: Seq1F1B, arXiv 2406.03488,
+its order for one stage per rank. Interleaved: Megatron-LM, arXiv 2104.04473, section 2.2; group
+sizes other than the number of ranks as in megatron-core. Combined: megatron-core's
+``overlap_moe_expert_parallel_comm``. ZB-H1: Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
+section 2.1 and table 2; this order, and the one with several stages per rank, are those of
+``torch.distributed.pipelining``. GPipe, arXiv 1811.06965, section 2.3; Breadth-First Pipeline
 Parallelism, arXiv 2211.05953: its schedule for a looping placement; Varuna, arXiv 2111.04007,
 section 3.2.
 """
@@ -147,10 +159,22 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
     return tuple(order_after(warmup, num_microbatches) for warmup in _stages_after(placement))
 
 
-def order_after(warmup: int, num_microbatches: int) -> Order:
+def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
+    """Returns each rank's actions under Seq1F1B with one chunk per rank.
+
+    With one slice per microbatch, it is the order of 1F1B.
+    """
+    return tuple(
+        order_after(warmup + num_slices - 1, num_microbatches, num_slices)
+        for warmup in _stages_after(placement)
+    )
+
+
+def order_after(warmup: int, num_microbatches: int, num_slices: int = 1) -> Order:
     """Returns the actions of a rank that alternates F and B after ``warmup`` forward passes."""
     forwards, backwards = (
-        action_table(kind, 1, num_microbatches)[0] for kind in (ActionKind.F, ActionKind.B)
+        action_table(kind, 1, num_microbatches, 1, num_slices)[0]
+        for kind in (ActionKind.F, ActionKind.B)
     )
     return _in_turn(forwards, backwards, warmup)
 
@@ -292,13 +316,19 @@ def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     return (tuple(chain(*forwards, *reversed(backwards))),) * placement.num_ranks
 
 
-def forward_only(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions in an evaluation, which has only forward passes."""
+def forward_only(
+    placement: Placement, num_microbatches: int, num_slices: int = 1
+) -> tuple[Order, ...]:
+    """Returns each rank's actions in an evaluation, which has only forward passes.
+
+    With slices, they take the place of microbatches in the groups.
+    """
     ranks = placement.num_ranks
-    forwards = action_table(ActionKind.F, placement.num_chunks, num_microbatches)
+    num_items = num_microbatches * num_slices
+    forwards = action_table(ActionKind.F, placement.num_chunks, num_items)
     groups = (
         of_chunk[first : first + ranks]
-        for first in range(0, num_microbatches, ranks)
+        for first in range(0, num_items, ranks)
         for of_chunk in forwards
     )
     return (tuple(chain.from_iterable(groups)),) * ranks

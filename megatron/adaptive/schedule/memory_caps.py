@@ -26,6 +26,23 @@ microbatch in every later chunk: the largest from that chunk's next one up to j.
 is stuck in the proof above is among them, because it has passed chunk c. The minimum cap is the
 size of the largest microbatch.
 
+**Slices.** If microbatches are cut into slices (see ``rank_kernel``), no backward pass of a
+microbatch starts before all of its slices have run forward. So only the first slice of a microbatch
+is checked. It starts if the cap has room for all held slices, for the slices that begun
+microbatches have not yet run on the rank's chunks, for all slices of this microbatch, and for one
+whole microbatch in every later chunk: the largest of those up to this one that have not begun
+there. Later slices always start. The minimum cap is the size of the largest microbatch.
+
+The proof again, with slices. Suppose every rank waits. Take the deepest stage s that holds slices,
+and the first microbatch m whose backward passes are not complete there. m has begun on all stages
+up to s. If a slice of m has not run on one of them, the first such stage has its input, and a later
+slice always starts, so that stage does not wait. So all slices of m have run on s. If s is the last
+stage, a backward pass is ready. Otherwise the first slice of m has its input on stage s+1, and its
+rank holds only slices of earlier chunks. Among those chunks, consider the last first slice that
+started. It left enough memory for the rest of all begun microbatches, and for one microbatch of
+every later chunk, at least as large as m. Slices that have started since took memory that was left
+for them. So the first slice of m fits.
+
 **Chunk shares.** One chunk may fill the cap while others get no memory: the first stages run ahead
 because their backward passes come much later. By Little's law, the number of microbatches that a
 stage holds in a steady pipeline is proportional to the time between its forward and backward pass.
@@ -88,21 +105,29 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
 
-def chunk_shares(placement: Placement, rank: int, cap: float) -> tuple[int, ...]:
+def chunk_shares(
+    placement: Placement, rank: int, cap: float, num_slices: int = 1
+) -> tuple[int, ...]:
     """Returns each chunk's share: the number of microbatches that it may hold.
 
     The deepest chunk has no share and is left out (see the module's docstring).
+
+    Args:
+        placement: Assignment of pipeline stages to ranks.
+        rank: Position of the rank in the pipeline.
+        cap: Limit on activations held, in microbatches in all chunks of the rank.
+        num_slices: Number of slices of each microbatch. If it is above 1, shares count slices.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
     """
     chunks = range(placement.num_chunks)
     after = [placement.num_stages - placement.stage_of(rank, chunk) for chunk in chunks]
-    held = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks
-    return tuple(max(1, math.floor(held * stages / sum(after))) for stages in after[:-1])
+    held = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks * num_slices
+    return tuple(max(num_slices, math.floor(held * stages / sum(after))) for stages in after[:-1])
 
 
-def default_cap(placement: Placement, num_microbatches: int) -> float:
+def default_cap(placement: Placement, num_microbatches: int, num_slices: int = 1) -> float:
     """Returns the default limit on the activations that a rank holds (the cap).
 
     The unit is a whole-rank microbatch: one microbatch in all chunks of the rank.
@@ -118,6 +143,10 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
+        num_slices: Number of slices of each microbatch. A static order of slices holds as many
+            slices as one of whole microbatches holds microbatches, and the other slices of the
+            microbatch whose backward pass is next. With slices, the result is at least half of what
+            a static order of whole microbatches holds.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
@@ -127,4 +156,7 @@ def default_cap(placement: Placement, num_microbatches: int) -> float:
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)
+    if num_slices > 1:
+        in_items = static_in_chunks + (num_slices - 1) * chunks
+        with_slack = math.ceil(max(in_items * _SLACK / num_slices, static_in_chunks / 2))
     return max(1.0, min(with_slack, num_microbatches * chunks) / chunks)

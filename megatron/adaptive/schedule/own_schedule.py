@@ -61,13 +61,14 @@ class OwnRule:
                 f"{where}: it returned {action!r:.60}: return an Action of state.ready(), or None "
                 "to wait"
             )
+        name = action.label(state.num_slices)
         if not state.is_ready(action):
             raise ScheduleError(
-                f"{where}: {action} cannot start: {state.why_not(action)}; {state.describe()}"
+                f"{where}: {name} cannot start: {state.why_not(action)}; {state.describe()}"
             )
         if not state.fits(action):
             raise ScheduleError(
-                f"{where}: {action} is above the cap of {state.cap:g} microbatches: return it only "
+                f"{where}: {name} is above the cap of {state.cap:g} microbatches: return it only "
                 f"if state.fits(action); {state.describe()}"
             )
         return action
@@ -130,6 +131,7 @@ def own_rule(
     num_microbatches: int,
     cap: float | None,
     weight_pieces: int,
+    num_slices: int = 1,
 ) -> Policy:
     """Returns the policy of a user's run-time rule, after a trial in a simulated step.
 
@@ -142,13 +144,14 @@ def own_rule(
             chunks); ``None`` for no limit.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
 
     Raises:
         ScheduleError: The rule raised an error, chose an action that cannot start, or leads to a
             deadlock.
     """
     rule = OwnRule(spec)
-    per_microbatch = placement.num_stages * (2 + weight_pieces)
+    per_microbatch = placement.num_stages * (2 + weight_pieces) * num_slices
     count = max(1, min(num_microbatches, _MOST_TRIED_ACTIONS // per_microbatch))
     times = StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0)
     try:
@@ -159,6 +162,7 @@ def own_rule(
             times,
             cap=cap,
             weight_pieces=weight_pieces,
+            num_slices=num_slices,
         )
     except ScheduleError as error:
         if spec.name in str(error):

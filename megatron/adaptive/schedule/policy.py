@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rank_kernel, runtime_rules
-from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, mirrored
 from megatron.adaptive.schedule.numba_kernels import Rule, is_known
 from megatron.adaptive.schedule.rank_state import RankState
 
@@ -74,16 +74,17 @@ class Follow(RulePolicy):
     Args:
         order: Actions of one rank, in the order to run them.
         name: Name of the schedule that the list comes from.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
 
     Raises:
         ScheduleError: The actions of some chunk and kind are not in ascending order of
             microbatches.
     """
 
-    def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
+    def __init__(self, order: Sequence[Action], name: str = "follow", num_slices: int = 1) -> None:
         self.order = tuple(order)
         num_chunks = 1 + max((action.chunk for action in order), default=0)
-        super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks))
+        super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks, num_slices))
 
     def pick(self, state: RankState) -> Action | None:
         """Returns the list's next action if it is ready, else None."""
@@ -91,8 +92,13 @@ class Follow(RulePolicy):
         return self.order[state.num_started] if is_ready else None
 
 
-def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
+def codes_of(order: Sequence[Action], num_chunks: int, num_slices: int = 1) -> tuple[int, ...]:
     """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
+
+    Args:
+        order: Actions of one rank, in the order they run.
+        num_chunks: Number of model chunks on the rank.
+        num_slices: Number of slices of each microbatch, whose backwards run last slice first.
 
     Returns:
         One code per action: ``kind * num_chunks + chunk``. If the next action starts together with
@@ -106,24 +112,32 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
     latest: dict[int, tuple[int, int]] = {}
     for action in order:
         code = NUMBER[action.kind] * num_chunks + action.chunk
-        position = (action.microbatch, action.piece)
+        turned = num_slices > 1 and action.kind is not ActionKind.F
+        index = mirrored(action.microbatch, num_slices) if turned else action.microbatch
+        position = (index, action.piece)
         if position <= latest.get(code, (-1, 0)):
+            rule = "ascending order of microbatch and piece"
+            if num_slices > 1:
+                rule += ", slices ascending for F and descending for B and W"
             raise ScheduleError(
                 f"an order lists {action} behind a later one of its kind and chunk: list them in"
-                " ascending order of microbatch and piece"
+                f" {rule}"
             )
         latest[code] = position
         codes.append(code + 3 * num_chunks * action.paired)
     return tuple(codes)
 
 
-def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tuple[Action, ...]:
+def actions_of(
+    codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: int = 1
+) -> tuple[Action, ...]:
     """Converts codes back into actions; the inverse of ``codes_of``.
 
     Args:
         codes: Codes of one rank's actions, in the order they run.
         num_chunks: Number of model chunks on the rank.
         weight_pieces: Number of W actions per weight gradient.
+        num_slices: Number of slices of each microbatch.
     """
     counts = [0] * (3 * num_chunks)
     actions = []
@@ -131,7 +145,9 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
         paired, code = divmod(marked, 3 * num_chunks)
         kind, chunk = divmod(code, num_chunks)
         pieces = max(1, weight_pieces) if kind == rank_kernel.W else 1
-        actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces), bool(paired)))
+        index, piece = divmod(counts[code], pieces)
+        item = index if kind == rank_kernel.F else mirrored(index, num_slices)
+        actions.append(Action(KINDS[kind], chunk, item, piece, bool(paired)))
         counts[code] += 1
     return tuple(actions)
 

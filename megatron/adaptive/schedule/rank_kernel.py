@@ -5,6 +5,16 @@ and its W actions in ascending order of microbatches. A microbatch's B follows i
 follows its B. A rank runs one action at a time, or one of each kind if actions may overlap
 (``BESIDE``).
 
+If sequences are cut into n slices, an action works on one slice. An *item* is a slice of a
+microbatch, with the number ``microbatch * n + slice``; without slices an item is a microbatch. The
+F actions of a stage take the items in ascending order, because a slice needs the keys and values of
+the slices before it. The B and W actions take microbatches in ascending order, but the slices of
+each microbatch in descending order, because a slice needs the gradients of the slices after it. So
+the first B of a microbatch follows the F of its last slice::
+
+    F    0 1 2   3 4 5        2 microbatches of 3 slices each
+    B    2 1 0   5 4 3
+
 The state of a rank is one flat sequence of integers, ``s``. The executor runs these functions in
 plain Python on lists (see ``rank_state``). The simulator compiles the same functions with numba and
 runs them on arrays (see ``numba_kernels``). So they use numbers only: no objects, no exceptions,
@@ -22,31 +32,34 @@ of F0-2 has arrived::
      2 PEAK          1500000   maximum of IN_FLIGHT so far
      3 CAP           2000500   limit on IN_FLIGHT, with a tolerance for rounding
      4 CHUNKS              2   number of chunks of the rank
-     5 MICROBATCHES        3   number of microbatches of the step
+     5 ITEMS               3   number of microbatches of the step, times SLICES
      6 PIECES              1   number of W actions per weight gradient, 0 if B computes it
      7 RANKS               2   number of ranks of the pipeline
      8 RANK                1   position of this rank in the pipeline
      9 STARTED             4   number of actions started
     10 FINISHED            3   number of actions finished
     11 TOTAL              18   number of actions of the step
-    12 UNIT           500000   memory of one microbatch in one chunk, 0 in an evaluation
+    12 UNIT           500000   memory of one item in one chunk, 0 in an evaluation
     13 LAST_CHUNK          1   chunk with the last stage, where the end of F makes B ready;
                                -1 if another rank has the last stage
     14 BESIDE              0   1 if an action may start while another one communicates
     15 BUSY                0   1 if an F is running
     16                     1   1 if a B is running
     17                     0   1 if a W is running
-    18 SIZED               0   1 if microbatches differ in size
+    18 SIZED               0   1 if items differ in size
     19 TURNED              0   1 in a V, where odd chunks run from the last rank to the first
-    20 HEAD              2 1   number of F started, per chunk
-    22                   0 1   number of B started, per chunk
-    24                   0 0   number of W started, per chunk
-    26                   2 1   number of F finished, per chunk
-    28                   0 0   number of B finished, per chunk
-    30                   0 0   number of W finished, per chunk
-    32           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and microbatch
-    38           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and microbatch
-    44                     -   memory of each microbatch in one chunk; only if SIZED is 1
+    20 SLICES              1   number of slices of each microbatch
+    21 PROMISED            0   memory that the later slices of microbatches will take, on the
+                               chunks on which their first slices have started
+    22 HEAD              2 1   number of F started, per chunk
+    24                   0 1   number of B started, per chunk
+    26                   0 0   number of W started, per chunk
+    28                   2 1   number of F finished, per chunk
+    30                   0 0   number of B finished, per chunk
+    32                   0 0   number of W finished, per chunk
+    34           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and item
+    40           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and item
+    46                     -   memory of each item in one chunk; only if SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, so that sums of fractions are exact.
@@ -68,7 +81,7 @@ IN_FLIGHT = 1
 PEAK = 2
 CAP = 3
 CHUNKS = 4
-MICROBATCHES = 5
+ITEMS = 5
 PIECES = 6
 RANKS = 7
 RANK = 8
@@ -81,7 +94,9 @@ BESIDE = 14
 BUSY = 15
 SIZED = 18
 TURNED = 19
-HEAD = 20
+SLICES = 20
+PROMISED = 21
+HEAD = 22
 
 # Offsets from HEAD. The unit is a block, which contains one number per chunk.
 DONE = 3  # distance from the numbers of started actions of a kind to those of finished ones.
@@ -110,20 +125,36 @@ def lane_count(s: State, kind: int, chunk: int) -> int:
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
+def item_of(s: State, kind: int, index: int) -> int:
+    """Returns the item of a chunk's action, from the index of the action among those of its kind.
+
+    For W, ``index`` counts whole weight gradients, not their pieces.
+    """
+    slices = s[SLICES]
+    if kind == F or slices == 1:
+        return index
+    return index - index % slices + slices - 1 - index % slices
+
+
 def is_ready(s: State, kind: int, chunk: int) -> bool:
     """Returns whether the chunk's next action of this kind may start, regardless of memory."""
     chunks = s[CHUNKS]
-    microbatches = s[MICROBATCHES]
+    items = s[ITEMS]
     index = s[HEAD + kind * chunks + chunk]
     if s[BUSY + kind] == 1:
         return False
     if kind == W:
         return index < s[HEAD + (B + DONE) * chunks + chunk] * s[PIECES]
-    if index >= microbatches:
+    if index >= items:
         return False
-    if kind == B and index >= s[HEAD + (F + DONE) * chunks + chunk]:
-        return False
-    return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * microbatches + index] == 1
+    if kind == B:
+        slices = s[SLICES]
+        # A B needs the F of every slice of its microbatch.
+        if index - index % slices + slices > s[HEAD + (F + DONE) * chunks + chunk]:
+            return False
+        if slices > 1:
+            index = item_of(s, B, index)
+    return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * items + index] == 1
 
 
 def stage_of(s: State, chunk: int) -> int:
@@ -132,35 +163,54 @@ def stage_of(s: State, chunk: int) -> int:
     return chunk * s[RANKS] + rank
 
 
-def size_of(s: State, microbatch: int) -> int:
-    """Returns the activation memory of a microbatch in one chunk."""
+def size_of(s: State, item: int) -> int:
+    """Returns the activation memory of an item in one chunk."""
     if s[SIZED] == 0:
         return s[UNIT]
-    return s[HEAD + (FLAGS + 2 * s[MICROBATCHES]) * s[CHUNKS] + microbatch]
+    return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + item]
+
+
+def size_from(s: State, item: int) -> int:
+    """Returns the memory of an item and of the later slices of its microbatch, in one chunk."""
+    slices = s[SLICES]
+    left = slices - item % slices
+    if s[SIZED] == 0:
+        return left * s[UNIT]
+    total = 0
+    for number in range(item, item + left):
+        total += size_of(s, number)
+    return total
 
 
 def fits(s: State, chunk: int) -> bool:
     """Returns whether memory allows the chunk's next forward pass to start.
 
     The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
-    of those that have not started there. This prevents deadlocks (see ``memory_caps``).
+    of those that have not started there. This prevents deadlocks (see ``memory_caps``). With slices
+    this holds for the first slice of a microbatch; the others have their memory by then.
     """
-    if s[SIZED] == 0:
+    slices = s[SLICES]
+    if s[SIZED] == 0 and slices == 1:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
-    index = lane_count(s, F, chunk)
-    needed = s[IN_FLIGHT] + size_of(s, index)
+    first = lane_count(s, F, chunk)
+    if first % slices > 0:
+        return True
+    needed = s[IN_FLIGHT] + s[PROMISED] + size_from(s, first)
     for later in range(chunk + 1, s[CHUNKS]):
         largest = 0
-        for microbatch in range(lane_count(s, F, later), index + 1):
-            largest = max(largest, size_of(s, microbatch))
+        started = lane_count(s, F, later)
+        for item in range(started + (-started) % slices, first + 1, slices):
+            largest = max(largest, size_from(s, item))
+            if s[SIZED] == 0:
+                break
         needed += largest
     return needed <= s[CAP]
 
 
-def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
+def arrive(s: State, kind: int, chunk: int, item: int) -> None:
     """Records that the input of an F or B has arrived."""
     chunks = s[CHUNKS]
-    s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[MICROBATCHES] + microbatch] = 1
+    s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * s[ITEMS] + item] = 1
 
 
 def start(s: State, kind: int, chunk: int) -> None:
@@ -176,15 +226,20 @@ def start(s: State, kind: int, chunk: int) -> None:
     if kind != W:
         s[LAST] = kind
     if kind == F:
-        s[IN_FLIGHT] += s[UNIT] if s[SIZED] == 0 else size_of(s, index)
+        size = size_of(s, index)
+        s[IN_FLIGHT] += size
         s[PEAK] = max(s[PEAK], s[IN_FLIGHT])
+        if s[SLICES] > 1:
+            if index % s[SLICES] == 0:
+                s[PROMISED] += size_from(s, index)
+            s[PROMISED] -= size
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
     """Records that the chunk's oldest running action of this kind has ended, and frees its memory.
 
-    B frees the activations of its microbatch if there are no W actions. Otherwise the last W of the
-    microbatch frees them.
+    B frees the activations of its item if there are no W actions. Otherwise the last W of the item
+    frees them.
     """
     slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[slot]
@@ -196,6 +251,6 @@ def finish(s: State, kind: int, chunk: int) -> None:
             arrive(s, B, chunk, index)
     elif kind == B:
         if s[PIECES] == 0:
-            s[IN_FLIGHT] -= size_of(s, index)
+            s[IN_FLIGHT] -= size_of(s, item_of(s, B, index))
     elif (index + 1) % s[PIECES] == 0:
-        s[IN_FLIGHT] -= size_of(s, index // s[PIECES])
+        s[IN_FLIGHT] -= size_of(s, item_of(s, W, index // s[PIECES]))

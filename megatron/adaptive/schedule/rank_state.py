@@ -16,6 +16,9 @@ F1-0 have finished and B1-0 is running)::
     inputs of F    111 100     per chunk     arrive; lacking: F1-1
     inputs of B    000 100     per chunk     arrive
 
+If sequences are cut into slices, ``Action.microbatch`` and the arguments ``microbatch`` count
+slices through all microbatches.
+
 The state does not choose actions (a policy does), send tensors or measure times. The executor and
 the simulator report events to it.
 """
@@ -26,10 +29,17 @@ from collections.abc import Iterator, Sequence
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rank_kernel
-from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
+from megatron.adaptive.schedule.action import (
+    KINDS,
+    NUMBER,
+    Action,
+    ActionKind,
+    action_table,
+    mirrored,
+)
 from megatron.adaptive.schedule.memory_caps import scaled_cap
 from megatron.adaptive.schedule.rank_kernel import HEAD, MEMORY_SCALE, lane_count
-from megatron.adaptive.schedule.schedule import check_num_microbatches
+from megatron.adaptive.schedule.schedule import check_num_microbatches, check_num_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 
@@ -46,11 +56,17 @@ class RankState:
         cap: Maximum activation memory that ``fits`` allows; None for no limit. One unit is the
             activations of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean; None if all are equal.
+            With slices, that of each slice relative to the mean slice.
         forward_only: Whether the step is an evaluation, which has no backward passes and holds no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
         beside: Whether an action may start while another one, of another kind, communicates.
+        num_slices: Number of slices into which each microbatch is cut along the sequence, 1 for
+            whole microbatches.
+
+    Attributes:
+        num_items: Number of microbatches times number of slices.
 
     Raises:
         ScheduleError: An argument is out of range, or the cap is too small for any order of
@@ -68,13 +84,16 @@ class RankState:
         forward_only: bool = False,
         weight_pieces: int = 0,
         beside: bool = False,
+        num_slices: int = 1,
     ) -> None:
         check_num_microbatches(num_microbatches)
-        if sizes is not None and (len(sizes) != num_microbatches or not min(sizes) >= 0):
-            raise ScheduleError(
-                f"{len(sizes)} sizes for {num_microbatches} microbatches: give each one's, none"
-                " negative"
-            )
+        check_num_slices(num_slices)
+        num_items = num_microbatches * num_slices
+        if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
+            subject = f"{num_microbatches} microbatches"
+            if num_slices > 1:
+                subject += f" of {num_slices} slices"
+            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give each one's, none negative")
         if weight_pieces < 0:
             raise ScheduleError(
                 f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
@@ -83,11 +102,13 @@ class RankState:
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
         sizes = () if sizes is None or forward_only or len(set(sizes)) == 1 else sizes
-        largest = max(1.0, *sizes) if sizes else 1.0
+        largest = max(1.0, *_whole_sizes(sizes, num_slices)) if sizes else 1.0
         most = rank_kernel.NO_CAP if cap is None else scaled_cap(cap, chunks, largest)
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
+        self.num_slices = num_slices
+        self.num_items = num_items
         self.forward_only = forward_only
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
@@ -102,9 +123,11 @@ class RankState:
         self.numbers[rank_kernel.BESIDE] = int(beside and not forward_only)
         self.numbers[rank_kernel.CAP] = rank_kernel.NO_CAP if forward_only else most
         self._actions = (
-            *action_table(ActionKind.F, chunks, num_microbatches),
-            *action_table(ActionKind.B, chunks, num_microbatches),
-            *action_table(ActionKind.W, chunks, num_microbatches, max(1, weight_pieces)),
+            *action_table(ActionKind.F, chunks, num_microbatches, 1, num_slices),
+            *action_table(ActionKind.B, chunks, num_microbatches, 1, num_slices),
+            *action_table(
+                ActionKind.W, chunks, num_microbatches, max(1, weight_pieces), num_slices
+            ),
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
@@ -112,31 +135,30 @@ class RankState:
 
         Args:
             stages: Stage of each chunk.
-            sizes: Relative size of each microbatch, empty if all are equal.
+            sizes: Relative size of each microbatch or slice, empty if all are equal.
         """
         chunks = len(stages)
-        num_microbatches = self.num_microbatches
+        num_items = self.num_items
         forward_only = self.forward_only
-        s = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_microbatches))
+        s = [0] * (HEAD + chunks * (rank_kernel.FLAGS + 2 * num_items))
         s[rank_kernel.LAST] = -1
         s[rank_kernel.CHUNKS] = chunks
-        s[rank_kernel.MICROBATCHES] = num_microbatches
+        s[rank_kernel.ITEMS] = num_items
+        s[rank_kernel.SLICES] = self.num_slices
         s[rank_kernel.PIECES] = self.weight_pieces
         s[rank_kernel.RANKS] = self.placement.num_ranks
         s[rank_kernel.TURNED] = int(self.placement.kind == "v")
         s[rank_kernel.RANK] = self.rank
-        s[rank_kernel.TOTAL] = (
-            chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
-        )
-        s[rank_kernel.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
+        s[rank_kernel.TOTAL] = chunks * num_items * (1 if forward_only else 2 + self.weight_pieces)
+        s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, self.num_slices)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # inputs of the first stage are the data, which need not arrive
             flags = HEAD + rank_kernel.FLAGS * chunks
-            s[flags : flags + num_microbatches] = [1] * num_microbatches
+            s[flags : flags + num_items] = [1] * num_items
         if sizes:
             s[rank_kernel.SIZED] = 1
-            s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
+            s += [_scaled(size, chunks, self.num_slices) for size in sizes]
         return s
 
     @property
@@ -197,12 +219,13 @@ class RankState:
         kind = action.kind
         chunk = action.chunk
         microbatch = action.microbatch
-        if not (self._has(kind, chunk) and 0 <= microbatch < self.num_microbatches):
+        if not (self._has(kind, chunk) and 0 <= microbatch < self.num_items):
             return False
         number = NUMBER[kind]
         if lane_count(self.numbers, number, chunk) != self._index(action):
             return False
-        return number == rank_kernel.F or microbatch < lane_count(self.numbers, number - 1, chunk)
+        started = lane_count(self.numbers, number - 1, chunk) if number else self.num_items
+        return self._needed(action) <= started
 
     def ready(self) -> tuple[Action, ...]:
         """Returns all actions that may start now, at most one per kind and chunk.
@@ -247,19 +270,20 @@ class RankState:
         chunks = self.placement.num_chunks
         if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
             problem = "was reported, which takes no input from another stage"
-        elif not 0 <= microbatch < self.num_microbatches:
-            problem = f"arrived, but the step has {self.num_microbatches} microbatches"
+        elif not 0 <= microbatch < self.num_items:
+            problem = f"arrived, but the step has {self._count()}"
         elif s[
             HEAD
             + rank_kernel.FLAGS * chunks
-            + (number * chunks + chunk) * self.num_microbatches
+            + (number * chunks + chunk) * self.num_items
             + microbatch
         ]:
             problem = "arrived twice"
         else:
             rank_kernel.arrive(s, number, chunk, microbatch)
             return
-        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {problem}")
+        name = self._name(Action(kind, chunk, microbatch))
+        raise ScheduleError(f"rank {self.rank}: input of {name} {problem}")
 
     def start(self, action: Action) -> bool:
         """Records that the action starts, if it is ready.
@@ -293,8 +317,8 @@ class RankState:
             < lane_count(s, number, chunk)
         ):
             raise ScheduleError(
-                f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
-                f" its kind and chunk; {self.describe()}"
+                f"rank {self.rank}: {self._name(action)} finished, but it is not the oldest running"
+                f" action of its kind and chunk; {self.describe()}"
             )
         rank_kernel.finish(s, number, chunk)
 
@@ -311,22 +335,23 @@ class RankState:
         pieces = max(1, self.weight_pieces) if number == rank_kernel.W else 1
         if not (
             self._has(action.kind, chunk)
-            and 0 <= action.microbatch < self.num_microbatches
+            and 0 <= action.microbatch < self.num_items
             and 0 <= action.piece < pieces
         ):
             return (
                 f"there is no such action with {self.placement.num_chunks} chunks"
-                f" and {self.num_microbatches} microbatches"
+                f" and {self._count()}"
             )
         started = lane_count(s, number, chunk)
         if self._index(action) < started:
             return "it was started before"
         if self._index(action) > started:
-            return f"{self.next_action(number, chunk)} comes before it"
-        if number and action.microbatch >= lane_count(s, number - 1 + rank_kernel.DONE, chunk):
-            before = Action(KINDS[number - 1], chunk, action.microbatch)
+            return f"{self._name(self.next_action(number, chunk))} comes before it"
+        if number and self._needed(action) > lane_count(s, number - 1 + rank_kernel.DONE, chunk):
             kind = "forward" if number == rank_kernel.B else "backward"
-            return f"its own {kind} {before} has not finished"
+            before = Action(KINDS[number - 1], chunk, self._before(action))
+            whose = "its own" if before.microbatch == action.microbatch else "its last slice's"
+            return f"{whose} {kind} {self._name(before)} has not finished"
         if s[rank_kernel.BUSY + number]:
             return f"another {action.kind} is under way"
         if rank_kernel.is_ready(s, number, chunk):
@@ -345,11 +370,12 @@ class RankState:
         parts = []
         for action, has_input in self._next_actions():
             if not has_input:
-                parts.append(f"input of {action} from {self._sender(action)}")
+                parts.append(f"input of {self._name(action)} from {self._sender(action)}")
             elif not self.fits(action):
-                parts.append(f"memory for {action} (holds {self.in_flight:g}, cap {self.cap:g})")
+                name = self._name(action)
+                parts.append(f"memory for {name} (holds {self.in_flight:g}, cap {self.cap:g})")
             else:
-                parts.append(f"nothing for {action}, which is ready")
+                parts.append(f"nothing for {self._name(action)}, which is ready")
         if self.num_started > self.num_finished:
             parts.append("the end of a running action")
         return ", ".join(parts) or "weight gradients, which are ready"
@@ -362,7 +388,8 @@ class RankState:
         """Yields each chunk's next F and next B, and whether the action's input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
-            limits = (self.num_microbatches, 0 if self.forward_only else forwards)
+            whole = forwards - forwards % self.num_slices
+            limits = (self.num_items, 0 if self.forward_only else whole)
             for number, limit in enumerate(limits):
                 under_way = self.numbers[rank_kernel.BUSY + number]
                 if not under_way and lane_count(self.numbers, number, chunk) < limit:
@@ -371,7 +398,7 @@ class RankState:
 
     def describe(self) -> str:
         """Returns one line about the state: ready actions, number of finished ones, memory."""
-        ready = " ".join(str(action) for action in self.ready()) or "nothing"
+        ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
             f"ready: {ready}; {self.num_finished} of {self.num_actions} actions finished,"
@@ -386,12 +413,54 @@ class RankState:
         return kind is ActionKind.F or not self.forward_only
 
     def _index(self, action: Action) -> int:
+        """Returns the action's index among those of its kind and chunk, in the order they run."""
+        if action.kind is ActionKind.F:
+            return action.microbatch
+        index = mirrored(action.microbatch, self.num_slices)
         if action.kind is ActionKind.W:
-            return action.microbatch * self.weight_pieces + action.piece
-        return action.microbatch
+            return index * self.weight_pieces + action.piece
+        return index
+
+    def _before(self, action: Action) -> int:
+        """Returns the item whose F a B needs last, or whose B a W needs."""
+        if action.kind is ActionKind.W:
+            return action.microbatch
+        return action.microbatch - action.microbatch % self.num_slices + self.num_slices - 1
+
+    def _needed(self, action: Action) -> int:
+        """Returns how many F of its chunk a B needs, or how many B a W needs; 0 for an F."""
+        if action.kind is ActionKind.F:
+            return 0
+        last = self._before(action)
+        return 1 + (mirrored(last, self.num_slices) if action.kind is ActionKind.W else last)
+
+    def _name(self, action: Action) -> str:
+        return action.label(self.num_slices)
+
+    def _count(self) -> str:
+        text = f"{self.num_microbatches} microbatches"
+        return text if self.num_slices == 1 else f"{text} of {self.num_slices} slices"
 
     def _sender(self, action: Action) -> str:
         source = self.placement.source_of(action.kind, self.rank, action.chunk)
         if source is None:
             return "its own stage"
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"
+
+
+def _scaled(size: float, num_chunks: int, num_slices: int) -> int:
+    """Converts a relative size to the memory of an item in one chunk, as an integer.
+
+    Sizes of slices are rounded down, because many of them are added up: all slices of the least cap
+    must fit into it.
+    """
+    exact = MEMORY_SCALE * size / num_chunks
+    return round(exact) if num_slices == 1 else int(exact / num_slices)
+
+
+def _whole_sizes(sizes: Sequence[float], num_slices: int) -> list[float]:
+    """Returns the size of each microbatch relative to the mean, from those of its slices."""
+    return [
+        sum(sizes[first : first + num_slices]) / num_slices
+        for first in range(0, len(sizes), num_slices)
+    ]

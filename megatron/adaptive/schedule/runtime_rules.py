@@ -9,7 +9,8 @@ these functions in plain Python, and the simulator compiles them. So they use nu
 
 For rules that follow an order, ``hint`` is the rank's order of actions as codes. For ``adaptive``,
 ``hint`` is the share of each chunk except the deepest: how many microbatches the chunk may hold
-(see ``memory_caps``). -1 or a missing entry means no limit.
+(see ``memory_caps``). -1 or a missing entry means no limit. If sequences are cut into slices,
+orders and shares count slices.
 
 ``adaptive`` chooses among actions whose input has arrived. It combines the ready-first order of
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
@@ -42,6 +43,7 @@ from megatron.adaptive.schedule.rank_kernel import (
     PIECES,
     RANKS,
     SIZED,
+    SLICES,
     STARTED,
     TURNED,
     UNIT,
@@ -51,6 +53,7 @@ from megatron.adaptive.schedule.rank_kernel import (
     W,
     fits,
     is_ready,
+    item_of,
     lane_count,
     lanes,
     size_of,
@@ -100,11 +103,14 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
     """Returns whether a chunk's share allows it to hold one more microbatch.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
-    evaluation, which has no B, there is no limit.
+    evaluation, which has no B, there is no limit. With slices, items are counted, and a microbatch
+    that has begun may go on.
     """
-    if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0:
+    slices = s[SLICES]
+    started = lane_count(s, F, chunk)
+    if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0 or started % slices > 0:
         return True
-    return lane_count(s, F, chunk) - lane_count(s, B + DONE, chunk) < hint[chunk]
+    return started - lane_count(s, B + DONE, chunk) + slices <= hint[chunk]
 
 
 def next_forward(s: State, hint: Sequence[int]) -> int:
@@ -218,7 +224,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             continue
         kind = code // chunks
         chunk = code - kind * chunks
-        unit = size_of(s, index // s[PIECES] if kind == W else index)
+        unit = size_of(s, item_of(s, kind, index // s[PIECES] if kind == W else index))
         largest = max(largest, unit)
         if (
             index == started

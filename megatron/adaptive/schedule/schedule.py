@@ -24,6 +24,8 @@ class Schedule:
         name: Name by which users select the schedule, and which messages show.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches. Actions then
+            count slices (see ``Action.microbatch``).
         orders: Actions of each rank in the order they run. They are not checked here; ``validate``
             checks them, for example if they come from a file.
     """
@@ -32,6 +34,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     orders: tuple[Order, ...]
+    num_slices: int = 1
 
     @property
     def forward_only(self) -> bool:
@@ -61,4 +64,16 @@ def check_num_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise ScheduleError(
             f"{num_microbatches} microbatches: a step needs at least 1, raise the global batch size"
+        )
+
+
+def check_num_slices(num_slices: int) -> None:
+    """Checks that a microbatch has at least one slice.
+
+    Raises:
+        ScheduleError: The number of slices is below 1.
+    """
+    if num_slices < 1:
+        raise ScheduleError(
+            f"{num_slices} slices of a microbatch: give 1 for whole microbatches, or more"
         )

@@ -9,8 +9,10 @@ the other communicate::
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
                 "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
 
-``name`` is optional, and so is ``placement`` (default: ``loop``). If there is no W, B computes
-weight gradients too.
+``name`` is optional, and so are ``placement`` (default: ``loop``) and ``slices``, the number of
+slices into which each microbatch is cut (default: 1). With slices, an action's last number counts
+slices through all microbatches: of 4 slices, ``F0-6`` is the third one of microbatch 1. If there is
+no W, B computes weight gradients too.
 
 CSV is the format of ``torch.distributed.pipelining``. It has one row per rank and one cell per
 action, with the action's stage, kind and microbatch. An empty cell means that the rank waits::
@@ -105,6 +107,8 @@ def save(schedule: Schedule, path: Path) -> None:
         "microbatches": schedule.num_microbatches,
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
     }
+    if schedule.num_slices > 1:
+        content["slices"] = schedule.num_slices
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -120,6 +124,7 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
             kind=content.get("placement", "loop"),
         ),
         num_microbatches=content["microbatches"],
+        num_slices=content.get("slices", 1),
         orders=tuple(_parse_order(order, rank) for rank, order in enumerate(content["orders"])),
     )
     _check_size(schedule)
@@ -132,11 +137,12 @@ def _check_size(schedule: Schedule) -> None:
     Otherwise, a small file could make this program allocate a huge amount of memory.
     """
     chunks = schedule.placement.num_chunks
-    microbatches = schedule.num_microbatches
+    microbatches = schedule.num_microbatches * schedule.num_slices
+    forwards = chunks * microbatches
     longest = max((len(order) for order in schedule.orders), default=0)
-    if chunks * microbatches > max(10 * longest, _MOST_UNLISTED):
+    if forwards > max(10 * longest, _MOST_UNLISTED):
         raise ScheduleError(
-            f"{chunks} chunks and {microbatches} microbatches make {chunks * microbatches} forwards"
+            f"{chunks} chunks and {microbatches} microbatches or slices make {forwards} forwards"
             f" per rank, but the longest order lists {longest} actions"
         )
 

@@ -44,7 +44,8 @@ class SimResult:
 
     Attributes:
         placement: Assignment of pipeline stages to ranks in the simulation.
-        num_microbatches: Number of microbatches of the step.
+        num_microbatches: Number of microbatches of the step. With slices, each has
+            ``workload.num_slices`` of them, and actions count slices.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         workload: Times of actions and messages with which the step was simulated.
@@ -111,7 +112,9 @@ class SimResult:
         An action's microbatch index is the rank's own index, not that of the whole job.
         """
         chunks = self.placement.num_chunks
-        return tuple(actions_of(codes.tolist(), chunks, self.weight_pieces) for codes in self.codes)
+        pieces = self.weight_pieces
+        slices = self.workload.num_slices
+        return tuple(actions_of(codes.tolist(), chunks, pieces, slices) for codes in self.codes)
 
     @cached_property
     def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
@@ -130,6 +133,7 @@ class SimResult:
             name=name,
             placement=self.placement,
             num_microbatches=self.num_microbatches,
+            num_slices=self.workload.num_slices,
             orders=self.orders,
         )
 
@@ -147,6 +151,7 @@ def simulate(
     forward_only: bool = False,
     weight_pieces: int = 0,
     beside: bool = False,
+    num_slices: int = 1,
 ) -> SimResult:
     """Simulates one step.
 
@@ -162,12 +167,15 @@ def simulate(
             slow.
         cap: Maximum activation memory of each rank under a run-time rule; ``None`` for no limit.
             One unit is the activations of one microbatch in all chunks of the rank.
-        sizes: Activation memory of each microbatch relative to the mean; ``None`` if all are equal.
+        sizes: Activation memory of each microbatch or slice relative to the mean; ``None`` for
+            that in ``times``, or if all are equal.
         forward_only: Whether the step is an evaluation, which has no backward passes and holds no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
         beside: Whether an action may start while another one, of another kind, communicates.
+        num_slices: Number of slices of each microbatch, if ``times`` has times per stage. Times of
+            all actions have their own number.
 
     Returns:
         Times, idle fractions and memory peaks of all ranks.
@@ -182,17 +190,18 @@ def simulate(
         )
     workload = times
     if not isinstance(workload, Workload):
-        workload = draw(placement, num_microbatches, workload, seed=seed)
+        workload = draw(placement, num_microbatches, workload, seed=seed, num_slices=num_slices)
     states = [
         RankState(
             placement=placement,
             rank=rank,
             num_microbatches=num_microbatches,
             cap=cap,
-            sizes=sizes,
+            sizes=sizes if sizes is not None or not workload.sizes else workload.sizes,
             forward_only=forward_only,
             weight_pieces=weight_pieces,
             beside=beside,
+            num_slices=workload.num_slices,
         )
         for rank in range(placement.num_ranks)
     ]
@@ -233,7 +242,7 @@ def run_states(
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
-        num_microbatches=workload.durations_ps.shape[2],
+        num_microbatches=workload.durations_ps.shape[2] // workload.num_slices,
         weight_pieces=states[0].weight_pieces,
         workload=workload,
         codes=_cut(world.codes, totals),
@@ -269,7 +278,8 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
             return -1
         if not state.is_ready(action):
             raise ScheduleError(
-                f"policy {policy.name} broke the rules: rank {rank}: {action} cannot start:"
+                f"policy {policy.name} broke the rules: rank {rank}:"
+                f" {action.label(state.num_slices)} cannot start:"
                 f" {state.why_not(action)}; {state.describe()}"
             )
         code = NUMBER[action.kind] * state.placement.num_chunks + action.chunk

@@ -2,7 +2,8 @@
 
 An event is the end of an action, a communication within an action, or the arrival of an input. All
 events at one time are processed before any rank chooses its next action. Times are integers, in
-picoseconds.
+picoseconds. If sequences are cut into slices, indices of microbatches count slices (see
+``rank_kernel``).
 
 ``numba_kernels`` compiles these functions, with the run-time rule to simulate in place of ``rule``.
 """
@@ -27,6 +28,7 @@ from megatron.adaptive.schedule.rank_kernel import (
     arrive,
     finish,
     is_ready,
+    item_of,
     lane_count,
     lanes,
     start,
@@ -193,7 +195,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     if kind == W:
         piece = index % pieces
         index //= pieces
-    cell = stage * total + whole_of(world, rank, stage, index)
+    cell = stage * total + whole_of(world, rank, stage, item_of(s, kind, index))
     work = world.durations[kind * stages * total + cell]
     if kind == W:
         return work * (piece + 1) // pieces - work * piece // pieces
@@ -268,7 +270,7 @@ def decide(world: World, rank: int, now: int) -> bool:
     world.counts[slot] = 0
     if s[BESIDE] == 1 and kind != W:
         cell = (kind * len(world.first_ranks) + stage) * world.total[0]
-        cell += whole_of(world, rank, stage, lane_count(s, kind, chunk))
+        cell += whole_of(world, rank, stage, item_of(s, kind, lane_count(s, kind, chunk)))
         world.exchanged[slot] = world.exchanges[cell]
         world.counts[slot] = world.cuts[stage]
     world.steps[slot] = 0
@@ -340,11 +342,12 @@ def happen(world: World, event: int, now: int) -> None:
     chunks = s[CHUNKS]
     kind = code // chunks
     chunk = code - kind * chunks
-    microbatch = lane_count(s, kind + DONE, chunk)
+    index = lane_count(s, kind + DONE, chunk)
     finish(s, kind, chunk)
     world.was_filler[rank] = int(kind == W)
     if kind != W:
-        send(world, rank, kind, world.stages[rank * chunks + chunk], microbatch, now)
+        item = item_of(s, kind, index)
+        send(world, rank, kind, world.stages[rank * chunks + chunk], item, now)
 
 
 def run(world: World) -> int:

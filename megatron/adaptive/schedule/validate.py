@@ -27,7 +27,8 @@ def validate(schedule: Schedule) -> None:
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
-      follows its F, and its W follows its B.
+      follows its F, and its W follows its B. With slices, F run in ascending order of slices, B and
+      W in descending order, and the first B of a microbatch follows its last F.
     - No ranks wait for each other in a circle.
     - Either no rank lists a W, or every microbatch has its W on every stage, all in the same number
       of parts.
@@ -80,7 +81,8 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
         rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
         rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
 
-    All parts of a weight gradient but the first show their index: ``W0-0 W0-0.1 W0-0.2``.
+    All parts of a weight gradient but the first show their index: ``W0-0 W0-0.1 W0-0.2``. With
+    slices, the index of the slice follows that of the microbatch: ``F0-3.5``, ``W0-3.5.1``.
 
     Args:
         schedule: Schedule to draw, which may be invalid.
@@ -98,7 +100,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
         last = max(mark[1] + 1, min(columns, mark[1] + _CONTEXT))
     rows = []
     for rank, order in enumerate(schedule.orders):
-        cells = [str(action) for action in order[first:last]]
+        cells = [action.label(schedule.num_slices) for action in order[first:last]]
         if mark is not None and mark[0] == rank:
             column = mark[1] - first
             cells += ["missing"] * (column + 1 - len(cells))
@@ -137,6 +139,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
         placement=schedule.placement,
         rank=rank,
         num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
         forward_only=schedule.forward_only,
         weight_pieces=schedule.weight_pieces,
     )
@@ -145,28 +148,28 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 def _check_order(schedule: Schedule, rank: int) -> None:
     """Checks one rank alone, by running its order as if every input had already arrived."""
     placement = schedule.placement
-    num_microbatches = schedule.num_microbatches
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
     for kind in kinds:
         for chunk in range(placement.num_chunks):
             if placement.source_of(kind, rank, chunk) is not None:
-                for microbatch in range(num_microbatches):
-                    state.arrive(kind, chunk, microbatch)
+                for item in range(state.num_items):
+                    state.arrive(kind, chunk, item)
     order = schedule.orders[rank]
     for position, actions in _together(order):
         kinds_together = {action.kind for action in actions}
         for index, action in enumerate(actions, position):
+            name = action.label(schedule.num_slices)
             if not state.is_ready(action):
-                _fail(schedule, rank, index, f"{action} cannot be here: {state.why_not(action)}")
+                _fail(schedule, rank, index, f"{name} cannot be here: {state.why_not(action)}")
             if action.paired and kinds_together != {ActionKind.F, ActionKind.B}:
-                problem = f"{action} and the action after it are no pair of an F and a B"
+                problem = f"{name} and the action after it are no pair of an F and a B"
                 _fail(schedule, rank, index, problem)
             state.start(action)
         for action in actions:
             state.finish(action)
     if not state.done:
-        left = " and ".join(str(action) for action in state.ready())
+        left = " and ".join(action.label(schedule.num_slices) for action in state.ready())
         _fail(schedule, rank, len(order), f"the order ends before {left}: list each action once")
 
 
@@ -202,7 +205,7 @@ def _check_flow(schedule: Schedule) -> None:
             schedule,
             rank,
             state.num_started,
-            f"deadlock: {action} never starts: {state.why_not(action)}",
+            f"deadlock: {action.label(schedule.num_slices)} never starts: {state.why_not(action)}",
         )
 
 

@@ -22,6 +22,13 @@ import numpy as np
 from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.schema_files import check_form
 from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.schedule.schedule import check_num_slices
+from megatron.adaptive.schedule.sequence_slices import (
+    SliceCut,
+    check_attention_share,
+    slice_bounds,
+    slice_costs,
+)
 from megatron.adaptive.schedule.stage_placement import Placement
 
 PS_PER_S = 10**12
@@ -117,9 +124,13 @@ class StageProfile:
         latency_sigma: Sigma of a separate random factor on the latency of each message.
         microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
             empty if all microbatches are equal.
+        attention_share: Attention's part of the time of a whole forward pass, from 0 to 1. It
+            determines the times of slices, if sequences are cut. Attention is assumed to take twice
+            as long in a backward pass, and to have no weight gradients.
+        slice_cut: Way in which sequences are cut into slices.
 
     Raises:
-        ScheduleError: A sigma is negative or not finite.
+        ScheduleError: A sigma or the share of attention is out of range.
     """
 
     times: StageTimes
@@ -130,10 +141,13 @@ class StageProfile:
     microbatch_sigma: float = 0.0
     latency_sigma: float = 0.0
     microbatch_factors: tuple[tuple[float, ...], ...] = ()
+    attention_share: float = 0.0
+    slice_cut: SliceCut = "equal-cost"
 
     def __post_init__(self) -> None:
         for name in _SIGMAS:
             _check_number(name, getattr(self, name))
+        check_attention_share(self.attention_share)
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the microbatch factors of a measured step with this number of microbatches.
@@ -148,6 +162,8 @@ class StageProfile:
 class Workload:
     """Contains the times of all actions and messages in one step, in integer picoseconds.
 
+    If sequences are cut into slices, an index of a microbatch counts slices (see ``rank_kernel``).
+
     Attributes:
         durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``.
         delays_ps: Latency of the message sent after each F and B,
@@ -157,6 +173,8 @@ class Workload:
         exchanges_ps: Part of the duration of each F and B that is communication within the stage,
             ``[2, stages, microbatches] int64``; ``None`` for none.
         cuts: Number of communications within the stage in each F and B.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        sizes: Activation memory of each slice relative to the mean slice; empty if all are equal.
     """
 
     durations_ps: Any
@@ -164,6 +182,8 @@ class Workload:
     occupancy_ps: Any
     exchanges_ps: Any = None
     cuts: int = 0
+    num_slices: int = 1
+    sizes: tuple[float, ...] = ()
 
 
 def draw(
@@ -179,6 +199,7 @@ def draw(
     microbatch_sigma: float = 0.0,
     latency_sigma: float = 0.0,
     microbatch_factors: tuple[tuple[float, ...], ...] = (),
+    num_slices: int = 1,
 ) -> Workload:
     """Returns the times of one step, with random factors drawn.
 
@@ -201,10 +222,13 @@ def draw(
         latency_sigma: Sigma of a separate random factor on the latency of each message, from 0.
         microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
             empty if all microbatches are equal.
+        num_slices: Number of slices into which each microbatch is cut. The profile's
+            ``attention_share`` and ``slice_cut`` determine their times and sizes.
 
     Raises:
         ScheduleError: An argument is out of range.
     """
+    check_num_slices(num_slices)
     if isinstance(times, StageProfile):
         profile = times
     else:
@@ -219,25 +243,23 @@ def draw(
             microbatch_factors=microbatch_factors,
         )
     times = profile.times
-    step_factors = profile.factors_of(seed, num_microbatches)
     _check_times(placement, times)
     stages = placement.num_stages
     fine = len(times.forward_s)
     rank_of = [placement.locate(stage)[0] for stage in range(stages)]
-    durations = _mean_durations(times)[:, :, None]
-    shares = np.array(times.exchange_s or (0.0,) * fine) / np.maximum(
-        durations[:2, :, 0], 1 / PS_PER_S
-    )
-    durations = np.broadcast_to(durations, (3, fine, num_microbatches))
-    if step_factors is not None:
-        durations = durations * _factors(step_factors, num_microbatches, "microbatch")
+    means = _mean_durations(times)
+    shares = np.array(times.exchange_s or (0.0,) * fine) / np.maximum(means[:2], 1 / PS_PER_S)
+    durations, lengths = _sliced(profile, means, num_slices)
+    num_items = num_microbatches * num_slices
+    factors = _factors(profile.factors_of(seed, num_microbatches), num_microbatches, "microbatch")
+    durations = np.tile(durations, num_microbatches) * np.repeat(factors, num_slices)
     latency, occupancy = _links(placement, profile.link, profile.links)
-    delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
+    delays = np.broadcast_to(latency[:, :, None], (2, stages, num_items))
     if any(getattr(profile, name) for name in _SIGMAS):
-        durations, delays = _with_spread(profile, durations, delays, seed)
+        durations, delays = _with_spread(profile, durations, delays, seed, num_slices)
 
     def summed(values: Any) -> Any:
-        values = values.reshape(-1, stages, fine // stages, num_microbatches).sum(axis=2)
+        values = values.reshape(-1, stages, fine // stages, num_items).sum(axis=2)
         factors = _factors(profile.rank_factors, placement.num_ranks, "rank")
         values = values * factors[rank_of][None, :, None]
         return np.rint(values * PS_PER_S).astype(np.int64)
@@ -245,13 +267,50 @@ def draw(
     return Workload(
         durations_ps=summed(durations),
         delays_ps=np.rint(delays * PS_PER_S).astype(np.int64),
-        occupancy_ps=np.rint(occupancy * PS_PER_S).astype(np.int64),
+        occupancy_ps=np.rint(occupancy / num_slices * PS_PER_S).astype(np.int64),
         exchanges_ps=summed(durations[:2] * shares[:, :, None]) if times.exchanges else None,
         cuts=times.exchanges * (fine // stages),
+        num_slices=num_slices,
+        sizes=_relative_sizes(lengths) * num_microbatches,
     )
 
 
-def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) -> tuple[Any, Any]:
+def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
+    """Returns the length of each slice relative to the mean; nothing if all are equal."""
+    sizes = tuple(length * len(lengths) for length in lengths)
+    return sizes if max(sizes) - min(sizes) > 1e-9 else ()
+
+
+def _sliced(
+    profile: StageProfile, durations: Any, num_slices: int
+) -> tuple[Any, tuple[float, ...]]:
+    """Returns the durations of the slices of a microbatch, and their lengths.
+
+    Args:
+        profile: Profile with the share of attention and the way to cut.
+        durations: Duration of each action of a whole microbatch in seconds, ``[3, stages]``.
+        num_slices: Number of slices, from 1.
+
+    Returns:
+        Durations in seconds, ``[3, stages, slices]``, and the length of each slice relative to the
+        sequence.
+    """
+    if num_slices == 1:
+        return durations[:, :, None], (1.0,)
+    forward_s, backward_s, weight_s = durations
+    attention_s = profile.attention_share * forward_s
+    attention = np.stack([attention_s, np.minimum(2 * attention_s, backward_s), 0 * weight_s])
+    share = float(attention.sum() / max(durations.sum(), 1 / PS_PER_S))
+    bounds = slice_bounds(num_slices, min(share, 1.0), profile.slice_cut)
+    lengths = slice_costs(bounds, 0.0)
+    pairs = slice_costs(bounds, 1.0)
+    linear = (durations - attention)[:, :, None] * np.array(lengths)
+    return linear + attention[:, :, None] * np.array(pairs), lengths
+
+
+def _with_spread(
+    profile: StageProfile, durations: Any, delays: Any, seed: int, num_slices: int
+) -> tuple[Any, Any]:
     """Multiplies durations and delays by random factors.
 
     Args:
@@ -259,14 +318,16 @@ def _with_spread(profile: StageProfile, durations: Any, delays: Any, seed: int) 
         durations: Duration of each action in seconds, ``[3, stages of the profile, microbatches]``.
         delays: Latency of each message in seconds, ``[2, stages of the placement, microbatches]``.
         seed: Random seed of the factors.
+        num_slices: Number of slices of each microbatch.
     """
-    _, fine, num_microbatches = durations.shape
+    _, fine, num_items = durations.shape
     rng = np.random.default_rng(seed)
     durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
-    durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
+    of_microbatches = _lognormal(rng, profile.microbatch_sigma, (num_items // num_slices,))
+    durations = durations * np.repeat(of_microbatches, num_slices)
     # If several stages of the profile form one of the placement, the message after F is sent by the
     # last of them, and the message after B by the first. So take the factors of these.
-    factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
+    factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_items))
     group = fine // delays.shape[1]
     delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
     return durations, delays
