@@ -24,6 +24,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.doctor import node_report
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, parse_counts, read_inputs
 from megatron.adaptive.cli.submit import slurm
+from megatron.adaptive.cli.try_plan import try_plan
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.input_files import read_text
@@ -69,8 +70,12 @@ def main(argv: Sequence[str]) -> int:
     """Searches for the best plans, prints them, and writes the requested files."""
     if "--check" in argv:
         return check_runs(["--data" if argument == "--check" else argument for argument in argv])
-    is_standalone = any(argument.startswith(("--compare", "--discover")) for argument in argv)
+    is_standalone = any(
+        argument.startswith(("--compare", "--discover", "--try")) for argument in argv
+    )
     options = _parser(required=not is_standalone).parse_args(argv)
+    if options.try_ is not None:
+        return try_plan(options)
     if options.discover is not None:
         return _discover(options.discover)
     if options.compare:
@@ -182,6 +187,12 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, like plan validate"
     add("--check", metavar="DIR", help=text)
+    text = "only run a rank of a plan on this device, and add what it measures to the file"
+    add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
+    ranks = number(int, 0, 100_000_000)
+    add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
+    text = "ranks of the job of --try; those of the plan, so that another number is an error"
+    add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
     return parser

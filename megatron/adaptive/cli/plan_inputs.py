@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -141,6 +141,22 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
     if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
         raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
     return counts
+
+
+def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
+    """Returns the kinds of layers to measure.
+
+    Args:
+        model: Model whose layers are measured.
+        spreads: Numbers of ranks that the experts of a layer are spread over.
+    """
+    parts = [kind.partition("/") for kind in model.kinds]
+    spread = {name for name, mark, _ in parts if mark}
+    return tuple(
+        kind
+        for kind, (name, _, ranks) in zip(model.kinds, parts, strict=True)
+        if int(ranks or 1) in spreads or name not in spread
+    )
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
-from megatron.adaptive.cli.plan_inputs import add_host_argument, parse_counts, traced_runs
+from megatron.adaptive.cli.plan_inputs import (
+    add_host_argument,
+    measured_kinds,
+    parse_counts,
+    traced_runs,
+)
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
@@ -141,12 +146,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             f"--expert-parallel-size {min(unknown_spreads)}: the experts of {model.name} divide by"
             f" {', '.join(map(str, model.expert_ranks))}; give of these"
         )
-    spread = {name for name, mark, _ in (kind.partition("/") for kind in model.kinds) if mark}
-    kinds = [
-        kind
-        for kind in model.kinds
-        if int(kind.partition("/")[2] or 1) in spreads or not spread & {kind.partition("/")[0]}
-    ]
+    kinds = measured_kinds(model, spreads)
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
@@ -158,7 +158,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             ProfileOptions(
                 name=model.name,
                 arguments=model.arguments,
-                kinds=tuple(kinds),
+                kinds=kinds,
                 last=model.layers[-2],
                 widths=widths,
                 widest=model.max_tp,

@@ -23,7 +23,13 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.model_groups import ModelGroups
-from megatron.adaptive.engine.process_context import Job, from_first, gather, process_groups
+from megatron.adaptive.engine.process_context import (
+    Job,
+    from_first,
+    gather,
+    is_alone,
+    process_groups,
+)
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -37,6 +43,7 @@ from megatron.adaptive.transport.gloo import gloo_group
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import describe, here
+from megatron.adaptive.transport.stand_in import StandIn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +158,18 @@ def build_executor(
         pp_ranks = dist.get_process_group_ranks(model_groups.pp)
     groups_before = process_groups()
     ranks = _Neighbourhood.of(placement, pp_ranks, widths)
-    channels = None
-    if len(ranks.members) > 1:
+    channels: Transport | None = None
+    payloads = Payloads(
+        shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
+    )
+    if len(ranks.members) > 1 and is_alone():
+        channels = StandIn(accelerator, payloads, ranks.peers, transport or TransportConfig())
+    elif len(ranks.members) > 1:
         connector = Connector(
             members=ranks.members,
             gather=gather,
             accelerator=accelerator,
-            payloads=Payloads(
-                shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
-            ),
+            payloads=payloads,
             describe=partial(describe, places),
             timeout_s=timeout_s,
         )
@@ -326,7 +336,7 @@ def _build_agreement(
     timeout_s: float,
 ) -> Agreement:
     """Connects this rank to the other ranks of its decision group. Collective over all ranks."""
-    if transport is None:
+    if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
     if len(members) == 1:  # true on all ranks or on none, so all return here

@@ -21,6 +21,15 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 
+def is_alone() -> bool:
+    """Returns whether this process pretends to be a rank of a job without other ranks.
+
+    Its process groups are torch's fake ones: a gather returns this rank's value for each rank, and
+    other collectives leave tensors as they are or copy this rank's part.
+    """
+    return bool(dist.get_backend() == dist.Backend.FAKE)
+
+
 def gather(value: T, group: Any = None) -> list[T]:
     """Gathers a value from each rank of a group, and returns all values by rank.
 
@@ -36,6 +45,8 @@ def from_first(value: T, group: Any = None) -> T:
 
     Collective over the group, by default over all ranks.
     """
+    if is_alone():
+        return value
     box = [value]
     first = 0 if group is None else dist.get_process_group_ranks(group)[0]
     dist.broadcast_object_list(box, src=first, group=group)
@@ -147,7 +158,7 @@ class Job:
             AdaptiveError: ``action`` raised this error on rank 0. It is then raised on all ranks.
         """
         answer: Any = None
-        if self.is_first:
+        if self.is_first or is_alone():
             try:
                 answer = action()
             except AdaptiveError as error:

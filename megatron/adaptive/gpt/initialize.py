@@ -5,7 +5,9 @@ Sets up the device, the process groups and the random seeds.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.engine.executor_setup import gather_places, require_equal_settings
-from megatron.adaptive.engine.process_context import Job, destroy_groups, process_groups
+from megatron.adaptive.engine.process_context import Job, destroy_groups, is_alone, process_groups
 from megatron.adaptive.engine.rendezvous import meet
 from megatron.adaptive.gpt.model_placement import (
     embedding_ranks,
@@ -85,18 +87,53 @@ def start_job(
         timeout=timeout,
     )
     require_equal_settings(_shared_settings(config))
+    return _joined(config, environment, accelerator, timeout)
+
+
+def start_alone(
+    config: TrainerConfig, environment: Environment, accelerator: Accelerator
+) -> TrainingJob:
+    """Sets up the rank of ``environment`` like :func:`start_job`, in a job without other ranks.
+
+    The process groups are torch's fake ones, which communicate with nobody. So this rank's model,
+    optimizer and activations have the sizes that they have in the job, but sums over ranks are
+    wrong, and collectives take no time.
+
+    The caller must call :func:`end_job` at the end.
+    """
+    # This import registers the backend; torch keeps it among its own tests.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(
+        dist.Backend.FAKE,
+        store=FakeStore(),
+        rank=environment.rank,
+        world_size=environment.world_size,
+    )
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return _joined(config, environment, accelerator, timeout)
+
+
+def _joined(
+    config: TrainerConfig,
+    environment: Environment,
+    accelerator: Accelerator,
+    timeout: datetime.timedelta,
+) -> TrainingJob:
+    """Makes the groups of a job whose default process group exists. Collective over all ranks."""
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
     # megatron-core requires this object, although this program checks for NaN itself.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    backend = dist.Backend.FAKE if is_alone() else "gloo"
     return TrainingJob(
         config=config,
         environment=environment,
         accelerator=accelerator,
-        control_group=dist.new_group(backend="gloo", timeout=timeout),
-        stop_group=dist.new_group(backend="gloo", timeout=timeout),
+        control_group=dist.new_group(backend=backend, timeout=timeout),
+        stop_group=dist.new_group(backend=backend, timeout=timeout),
         mesh_groups=mesh_groups,
         places=gather_places(),
         timeout=timeout,
@@ -117,8 +154,32 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def _groups_of_default_backend() -> Iterator[None]:
+    """Makes new groups fake if the default one is, whatever backend megatron-core names for them.
+
+    megatron-core also makes gloo groups, which would wait for the other ranks.
+    """
+    new_group = dist.new_group
+
+    def fake_group(*arguments: Any, **options: Any) -> Any:
+        return new_group(*arguments, **{**options, "backend": dist.Backend.FAKE})
+
+    if is_alone():
+        dist.new_group = fake_group
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
 def set_up_mesh(config: TrainerConfig) -> None:
     """Makes megatron-core's process groups for the run's parallel sizes. Collective."""
+    with _groups_of_default_backend():
+        _make_mesh(config)
+
+
+def _make_mesh(config: TrainerConfig) -> None:
     parallel = config.parallel
     widths = widths_of(config)
     if widths is not None:

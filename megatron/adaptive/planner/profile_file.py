@@ -43,14 +43,35 @@ _SAME = 0.02
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a profile file, and checks it against the schema.
+    """Reads a profile file, or the profile in a tried plan, and checks it against the schema.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is invalid.
     """
-    content: dict[str, Any] = read_file(path, "profile")
+    content: dict[str, Any] = profile_of_plan(read_file(path, "profile"), str(path))
     check_form(content, "profile", str(path))
     return content
+
+
+def profile_of_plan(content: Any, where: str) -> Any:
+    """Returns the profile that ``plan --try`` stored in a plan file.
+
+    Args:
+        content: Content of a plan file or of another file, which is returned unchanged.
+        where: Path of the file, for error messages.
+
+    Raises:
+        ConfigError: The content is that of a plan file, of which no rank was tried.
+    """
+    if not isinstance(content, dict) or "degrees" not in content:
+        return content
+    tried = content.get("tried")
+    if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
+        raise ConfigError(
+            f"{where} is a plan without measurements: try a rank of it with plan --try {where}, or"
+            " name a profile"
+        )
+    return tried["profile"]
 
 
 def load_all(paths: Sequence[Path]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         TransportError: If the job's processes cannot connect to each other.
         AdaptiveError: If an expected error occurs in a job with a single process.
     """
-    accelerator = _prepare_process(config, environment)
+    accelerator = prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
 
     try:
@@ -95,7 +95,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         watcher.leave()
         end_job()
     except BaseException as error:
-        expected = _expected(error, environment.rank)
+        expected = expected_error(error, environment.rank)
         if environment.world_size > 1:
             _fail(expected, store, watcher, environment)
         if expected is not error:
@@ -108,7 +108,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         threading.excepthook = former_hook
 
 
-def _prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
+def prepare_process(config: TrainerConfig, environment: Environment) -> device.Accelerator:
     """Chooses the device and configures libraries. Must run before megatron-core is imported."""
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     require_hardware_queues(config, environment, accelerator)
@@ -257,7 +257,7 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
     return connect
 
 
-def _expected(error: BaseException, rank: int) -> BaseException:
+def expected_error(error: BaseException, rank: int) -> BaseException:
     """Converts errors with a cause outside of the program to expected errors.
 
     Such causes are full disks, missing memory, killed data loaders and lost peers. Other errors are

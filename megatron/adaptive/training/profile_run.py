@@ -48,7 +48,13 @@ with device.quiet_imports():
     from megatron.adaptive.errors import ConfigError, SetupError
     from megatron.adaptive.gpt.build_model import build_chunks, build_optimizer, transformer_config
     from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed
-    from megatron.adaptive.gpt.initialize import TrainingJob, end_job, remake_mesh, start_job
+    from megatron.adaptive.gpt.initialize import (
+        TrainingJob,
+        end_job,
+        remake_mesh,
+        start_alone,
+        start_job,
+    )
     from megatron.adaptive.gpt.setup import payload_shape
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.profiling.action_timing import (
@@ -100,6 +106,8 @@ class ProfileOptions:
         links: Whether to measure links between ranks and all-reduces.
         backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
             would use.
+        alone: Whether this process measures without the other ranks, whose collectives then take no
+            time.
     """
 
     name: str
@@ -113,6 +121,7 @@ class ProfileOptions:
     node: str = ""
     links: bool = True
     backend: str | None = None
+    alone: bool = False
 
 
 def profile_layers(options: ProfileOptions, environment: Environment) -> dict[str, Any] | None:
@@ -158,7 +167,11 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         }
         return profile_file.document(
             {"name": options.name, "arguments": list(options.arguments)},
-            [row for gpu, of_gpu in measured.items() for row in _rows(gpu, of_gpu)],
+            [
+                row
+                for gpu, of_gpu in measured.items()
+                for row in _rows(gpu, of_gpu, alone=options.alone)
+            ],
             made=profile_file.timestamp(),
             nodes=facts_by_node,
             links=links,
@@ -180,6 +193,8 @@ def _start(options: ProfileOptions, environment: Environment) -> TrainingJob:
         torch.set_num_threads(1)
     try:
         config = _config(options, 1, 1, environment.world_size)
+        if options.alone:
+            return start_alone(config, environment, accelerator)
         return start_job(config, environment, accelerator)
     except (dist.DistError, MeetingError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
@@ -215,7 +230,7 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
     return {gpu: statistics.median(each) for gpu, each in values.items() if each}
 
 
-def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
     """Yields the rows of the profile for a GPU type, with means over the ranks with such a GPU.
 
     There is a row for each kind of layer, tensor-parallel size and microbatch size.
@@ -225,7 +240,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
         alike.setdefault((sample["kind"], sample["tp"], sample["micro_batch"]), []).append(sample)
     for (kind, tp, size), same in alike.items():
         means = {name: statistics.fmean(sample[name] for sample in same) for name in _FIGURES}
-        row = {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": True}
+        row = {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": not alone}
         yield {**row, **means}
 
 

@@ -1,0 +1,218 @@
+"""``plan --try``: runs one rank of a plan on the device at hand, and stores what is measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
+from megatron.adaptive.cli.plan_inputs import measured_kinds
+from megatron.adaptive.config.input_files import aligned, say
+from megatron.adaptive.config.plan_file import load_plan, plan_flags, world_size_of
+from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.model_description import Model
+from megatron.adaptive.planner.model_file import preset_names, read_model
+from megatron.adaptive.planner.plan import Plan, write_plan
+from megatron.adaptive.planner.tried import (
+    TriedRank,
+    cluster_of,
+    fit_profile,
+    needed_bytes,
+    plan_of,
+    predicted_step_s,
+    tried_ranks,
+)
+
+_RANK = "megatron.adaptive.cli.try_rank"
+_ERROR = "error: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """Describes the rank to try.
+
+    Attributes:
+        path: Path of the plan file.
+        content: Content of the plan file.
+        flags: Flags of the trainer that stand for the plan.
+        model: Model of the plan.
+        rank: Global rank to try.
+        world_size: Number of ranks of the plan.
+    """
+
+    path: Path
+    content: dict[str, Any]
+    flags: list[str]
+    model: Model
+    rank: int
+    world_size: int
+
+    @property
+    def pp_rank(self) -> int:
+        """Position of the rank in the pipeline, which is the outermost axis of the mesh."""
+        pipeline: int = self.content["degrees"].get("pipeline", 1)
+        return self.rank // (self.world_size // pipeline)
+
+
+def try_plan(options: argparse.Namespace) -> int:
+    """Runs a rank of the plan, prints its memory and times, and adds them to the plan file.
+
+    Raises:
+        ConfigError: The plan cannot be tried so, or its rank needs more memory than there is.
+        SetupError: The process of the rank ended without a result.
+    """
+    trial = _read(options)
+    former = tried_ranks(trial.content, str(trial.path))
+    # Memory and order of the rank do not depend on the device's name, which is not known yet.
+    cluster = cluster_of(trial.content, "here")
+    plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
+    needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
+    tried, layers = _run(trial, _request(trial, plan, needed))
+    ranks = {r: values for r, values in former.items() if values.device == tried.device}
+    ranks[tried.rank] = tried
+    cluster = cluster_of(trial.content, tried.device)
+    fitted = fit_profile(plan, trial.model, cluster, layers, list(ranks.values()))
+    step_s = predicted_step_s(plan, trial.model, cluster, fitted)
+    trial.content["tried"] = {
+        "step_s": step_s,
+        "ranks": [asdict(ranks[rank]) for rank in sorted(ranks)],
+        "profile": fitted,
+    }
+    target = options.output or trial.path
+    write_plan(trial.content, target)
+    if options.json:
+        print(json.dumps(trial.content["tried"], indent=2))
+        return 0
+    show(_table(trial, tried, step_s))
+    show(f"\n{target}: plan with these values; plan --profile {target} plans with them")
+    return 0
+
+
+def _read(options: argparse.Namespace) -> _Trial:
+    """Reads the plan and checks what is to be tried of it."""
+    path: Path = options.try_
+    content = load_plan(path)
+    flags = plan_flags(content, str(path))
+    if "stages" in content:
+        raise ConfigError(
+            f"{path}: --try runs plans whose stages have equal widths: plan without --unequal"
+        )
+    world_size = world_size_of(content)
+    if world_size is None:
+        raise ConfigError(f"{path}: degrees.data is missing: say how many replicas there are")
+    asked = options.world_size
+    if asked is not None and asked != world_size:
+        raise ConfigError(
+            f"--world-size {asked}: {path} is for {world_size} processes: leave it out, or plan for"
+            f" {asked}"
+        )
+    placed = sum(
+        group["nodes"] * group["processes_per_node"] for group in content.get("placement", ())
+    )
+    if placed not in (0, world_size):
+        raise ConfigError(
+            f"{path}: its placement has {placed} processes, its degrees {world_size}: make them"
+            " equal"
+        )
+    if options.rank >= world_size:
+        raise ConfigError(
+            f"--rank {options.rank}: {path} has {world_size} ranks: give 0 to {world_size - 1}"
+        )
+    name = options.model or str(content.get("model"))
+    if options.model is None and name not in preset_names():
+        raise ConfigError(f"{path}: its model {name} has no known sizes: give --model")
+    model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
+    if not model.arguments:
+        raise ConfigError(
+            f"--model {name}: the trainer does not build it, so no rank of it can be tried"
+        )
+    return _Trial(
+        path=path,
+        content=content,
+        flags=flags,
+        model=model,
+        rank=options.rank,
+        world_size=world_size,
+    )
+
+
+def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
+    """Returns the request to the rank's process, as ``training.try_rank.TrialRequest`` has it."""
+    model = trial.model
+    stages = []
+    begin = 0
+    for size in plan.partition:
+        flops = sum(model.layer(i).forward_flops for i in range(begin, begin + size))
+        stages.append(max(flops, 1.0) / 1e12)
+        begin += size
+    return {
+        "model_arguments": list(model.arguments),
+        "plan_arguments": trial.flags,
+        "world_size": trial.world_size,
+        "rank": trial.rank,
+        "stage_work": stages,
+        "needed_bytes": needed,
+        "kinds": measured_kinds(model, (plan.expert_ranks,)),
+        "last": model.layers[-2],
+    }
+
+
+def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
+    """Runs the rank in a process of its own; returns its measurements, and a profile of layers."""
+    say(f"rank {trial.rank} of {trial.world_size} runs alone; this takes some steps")
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "request.json", Path(folder) / "result.json"
+        source.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", _RANK, str(source), str(target)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode == 0 and target.exists():
+            result = json.loads(target.read_text(encoding="utf-8"))
+            return TriedRank(**result["rank"]), result["layers"]
+    lines = process.stderr.strip().splitlines() or ["no message"]
+    if process.returncode == EXIT_EXPECTED_ERROR and lines[-1].startswith(_ERROR):
+        raise ConfigError(f"{trial.path}: {lines[-1].removeprefix(_ERROR)}")
+    if process.returncode < 0:
+        raise SetupError(
+            f"{trial.path}: the process of rank {trial.rank} was ended by signal"
+            f" {-process.returncode}, perhaps as memory ran out: try a rank that needs less, or run"
+            " on a larger device"
+        )
+    sys.stderr.write(process.stderr)
+    raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
+
+
+def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
+    """Returns the planned and the measured values of the rank as text."""
+    prediction = trial.content.get("prediction", {})
+    memories = prediction.get("memory_bytes", [])
+    planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"
+    planned_step = f"{prediction['step_s'] * 1e3:,.1f} ms" if "step_s" in prediction else "-"
+    rows = [
+        [f"rank {tried.rank} on {tried.device}", "planned", "tried"],
+        ["memory", planned_memory, f"{tried.memory_bytes / 1e9:.2f} GB"],
+        ["step of the job", planned_step, f"{step_s * 1e3:,.1f} ms"],
+    ]
+    for name, seconds in (
+        ("forward of a microbatch", tried.forward_s),
+        ("backward", tried.backward_s),
+        ("weight gradients", tried.weight_s),
+    ):
+        if sum(seconds):
+            rows.append([name, "", f"{sum(seconds) * 1e3:,.2f} ms"])
+    rows += [
+        ["busy in a step", "", f"{tried.busy_s * 1e3:,.1f} ms"],
+        ["optimizer", "", f"{tried.optimizer_s * 1e3:,.1f} ms"],
+        ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
+    ]
+    note = (
+        "The other ranks do not exist: messages and collectives cost nothing here, and the step is"
+        "\nthat of the pipeline with these times."
+    )
+    return "\n".join([*aligned(rows, 1), "", note])

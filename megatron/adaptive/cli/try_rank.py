@@ -1,0 +1,29 @@
+"""Runs one rank of a plan in a process of its own; ``plan --try`` starts it.
+
+python -m megatron.adaptive.cli.try_rank REQUEST.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.training.try_rank import TrialRequest, try_rank
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the rank of the first file, and writes the measured values to the second one."""
+    source, target = map(Path, argv)
+    content = json.loads(source.read_text(encoding="utf-8"))
+    lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+    tried, layers = try_rank(TrialRequest(**{**content, **lists}))
+    target.write_text(json.dumps({"rank": asdict(tried), "layers": layers}), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,277 @@
+"""Stores what ``plan --try`` measured of a rank in the plan file, and plans with it.
+
+The entry ``tried`` of a plan file has the tried ranks and a profile. The profile starts with layers
+that were measured alone. Then its values are changed such that the planner predicts the tried ranks
+as they were measured::
+
+    forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
+    optimizer, rest of a step             as measured
+    memory besides tensors                plus measured - predicted memory
+
+Messages and collectives are not part of it: a rank is tried without any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from megatron.adaptive.planner.cost import StageSums, predict
+from megatron.adaptive.planner.layer_costs import OURS
+from megatron.adaptive.planner.model_description import Model
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.schedule import catalog
+
+_FREE = LinkSpeed(bytes_per_s=math.inf, shared=False)
+_INPUT_S, _WEIGHT_S = "backward_input_s", "backward_weight_s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedRank:
+    """Contains what was measured of a rank.
+
+    Attributes:
+        rank: Global rank.
+        pp_rank: Position of the rank in the pipeline.
+        device: Name of the device, as in profile files.
+        memory_bytes: Largest memory of the rank, in bytes: resident memory of the process on a CPU,
+            on a GPU its tensors and its CUDA context.
+        busy_s: Median time in which the rank is busy in a step, in seconds.
+        optimizer_s: Median time of the optimizer in a step, in seconds.
+        beside_s: Median time of a step outside of actions and optimizer, in seconds.
+        forward_s: Median time of a forward pass, in seconds, per chunk of the rank.
+        backward_s: Median time of a backward pass, per chunk. It includes weight gradients unless
+            they are separate actions.
+        weight_s: Median time of the weight gradients of a microbatch if they are separate actions,
+            else 0; per chunk.
+        sigma: Relative standard deviation of the times of equal actions within a step.
+    """
+
+    rank: int
+    pp_rank: int
+    device: str
+    memory_bytes: int
+    busy_s: float
+    optimizer_s: float
+    beside_s: float
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    weight_s: Sequence[float]
+    sigma: float
+
+
+def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
+    """Returns the tried ranks of a plan file by global rank, empty if it has none.
+
+    Raises:
+        ConfigError: The entry ``tried`` is damaged.
+    """
+    names = {entry.name for entry in fields(TriedRank)}
+    rows = content.get("tried", {}).get("ranks", [])
+    for row in rows:
+        if set(row) != names:
+            raise ConfigError(
+                f"{where}: tried.ranks lacks or has other values than {', '.join(sorted(names))}:"
+                " remove the key tried, and try the plan again"
+            )
+    return {row["rank"]: TriedRank(**row) for row in rows}
+
+
+def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
+    """Returns the nodes of a plan as if all had the given device, with links that take no time.
+
+    Args:
+        content: Content of the plan file, which has its degrees.
+        device: Name of the device, as in profile files.
+        memory_bytes: Memory of each device in bytes.
+    """
+    ranks = math.prod(content["degrees"].get(name, 1) for name in _AXES)
+    node = NodeType(
+        name="here", gpu=device, gpus=ranks, memory_bytes=memory_bytes, intra=_FREE, network=_FREE
+    )
+    return Cluster(groups=(NodePool(type=node, count=1),), network=_FREE)
+
+
+_AXES = ("tensor", "pipeline", "data", "context")
+
+
+def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
+    """Returns the plan of a plan file whose stages have equal widths.
+
+    Args:
+        content: Content of the plan file, which has its degrees.
+        model: Model of the plan.
+        cluster: Cluster from :func:`cluster_of`.
+        where: Path of the plan file, for error messages.
+
+    Raises:
+        ConfigError: A necessary key is missing, or the partition is not of this model.
+    """
+    for key in ("micro_batch_size", "global_batch_size", "schedule"):
+        if key not in content:
+            raise ConfigError(f"{where}: {key} is missing: write a whole plan with plan --output")
+    degrees = {name: content["degrees"].get(name, 1) for name in (*_AXES, "chunks", "expert")}
+    tp, pp, dp = degrees["tensor"], degrees["pipeline"], degrees["data"]
+    context, size = degrees["context"], content["micro_batch_size"]
+    stages = pp * degrees["chunks"]
+    counted = content.get("partition")
+    if counted is None and model.num_counted % stages:
+        raise ConfigError(
+            f"{where}: partition is missing, and {model.num_counted} layers do not divide among"
+            f" {stages} stages: give the partition"
+        )
+    partition = model.stage_layers(counted or [model.num_counted // stages] * stages)
+    return Plan(
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        chunks=degrees["chunks"],
+        micro_batch=size,
+        global_batch=content["global_batch_size"],
+        schedule=content["schedule"],
+        partition=tuple(map(len, partition)),
+        places=place_ranks(cluster, [0], tp=tp, dp=dp * context, pp=pp, micro_batch=size),
+        recompute=content.get("recompute", "none"),
+        distributed_optimizer=content.get("distributed_optimizer", False),
+        overlap_reduce=content.get("overlap_grad_reduce", False),
+        sequence_parallel=content.get("sequence_parallel", False),
+        expert_ranks=degrees["expert"],
+        context_ranks=context,
+    )
+
+
+def needed_bytes(plan: Plan, model: Model, cluster: Cluster) -> list[float]:
+    """Returns the memory that the planner expects each pipeline rank to need, in bytes."""
+    no_time = LayerTimes(forward_s=0.0, backward_input_s=0.0)
+    profile = Profile(estimator=lambda *key: no_time, context_bytes={cluster.types[0].gpu: 0.0})
+    stages = StageSums.of(plan, PlanInputs(model, cluster, profile), OURS)
+    return [memory.total_bytes for memory in stages.memory]
+
+
+def fit_profile(
+    plan: Plan,
+    model: Model,
+    cluster: Cluster,
+    document: Mapping[str, Any],
+    tried: Sequence[TriedRank],
+) -> dict[str, Any]:
+    """Changes a profile such that it predicts the tried ranks as they were measured.
+
+    Args:
+        plan: Plan whose ranks were tried.
+        model: Model of the plan.
+        cluster: Cluster whose links take no time, from :func:`cluster_of`.
+        document: Content of a profile file with a layer of each kind, measured alone.
+        tried: Measured ranks, all on the same device.
+
+    Returns:
+        Content of a profile file.
+    """
+    fit = _Fit(plan, PlanInputs(model, cluster, Profile()), dict(document), tuple(tried))
+    rows = fit.layers()
+    gpu = cluster.types[0].gpu
+    changed: dict[str, Any] = {
+        **document,
+        "model": {"name": model.name, "arguments": list(model.arguments)},
+        "layers": rows,
+        "launch_s": {},
+        "optimizer_s_per_parameter": {gpu: fit.optimizer_s()},
+        "step_s": {gpu: fmean(rank.beside_s for rank in tried)},
+        "action_sigma": fmean(rank.sigma for rank in tried),
+    }
+    missing = fit.missing_bytes(changed)
+    changed["nodes"] = {
+        name: {**facts, "context_bytes": max(0.0, facts["context_bytes"] + missing)}
+        for name, facts in document["nodes"].items()
+    }
+    return changed
+
+
+def predicted_step_s(
+    plan: Plan, model: Model, cluster: Cluster, document: Mapping[str, Any]
+) -> float:
+    """Returns the step of a plan in seconds that a tried profile predicts, without messages."""
+    profile = profile_file.make_profile(document)
+    return predict(plan, PlanInputs(model, cluster, profile)).seconds
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Compares predictions of the tried ranks with their measurements.
+
+    Attributes:
+        plan: Plan whose ranks were tried.
+        inputs: Model and cluster.
+        document: Profile with layers measured alone.
+        tried: Measured ranks.
+    """
+
+    plan: Plan
+    inputs: PlanInputs
+    document: dict[str, Any]
+    tried: tuple[TriedRank, ...]
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Returns the layers' rows, multiplied by measured over predicted times of the ranks."""
+        forward, _, _ = self._predicted_s(self.document)
+        measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
+        rate = _ratio(measured[0], forward)
+        rows = [{**row, "forward_s": row["forward_s"] * rate} for row in self.document["layers"]]
+        # A backward pass that computes activations again contains a forward pass.
+        no_backward = [{**row, _INPUT_S: 0.0, _WEIGHT_S: 0.0} for row in rows]
+        _, again, _ = self._predicted_s({**self.document, "layers": no_backward})
+        _, backward, weight = self._predicted_s({**self.document, "layers": rows})
+        if measured[2] and weight:
+            rates = _ratio(measured[1] - again, backward - again), _ratio(measured[2], weight)
+        else:
+            rates = (_ratio(measured[1] - again, backward + weight - again),) * 2
+        return [
+            {
+                **row,
+                _INPUT_S: row[_INPUT_S] * rates[0],
+                _WEIGHT_S: row.get(_WEIGHT_S, 0.0) * rates[1],
+            }
+            for row in rows
+        ]
+
+    def optimizer_s(self) -> float:
+        """Returns the time of the optimizer per updated parameter, in seconds."""
+        gpu = self.inputs.cluster.types[0].gpu
+        stages = self._stages({**self.document, "optimizer_s_per_parameter": {gpu: 1.0}})
+        updated = sum(stages.optimizer_s[rank.pp_rank] for rank in self.tried)
+        return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
+
+    def missing_bytes(self, document: Mapping[str, Any]) -> float:
+        """Returns how much more memory the ranks need than predicted, at most, in bytes."""
+        memory = self._stages(document).memory
+        return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)
+
+    def _stages(self, document: Mapping[str, Any]) -> StageSums:
+        profile = profile_file.make_profile({**document, "launch_s": {}})
+        return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
+
+    def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
+        """Returns the sums over the tried ranks of F, B and W of a microbatch, in seconds."""
+        plan = self.plan
+        placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
+        held = [
+            placement.stage_of(rank.pp_rank, chunk)
+            for rank in self.tried
+            for chunk in range(placement.num_chunks)
+        ]
+        forward, backward, weight = self._stages(document).durations_s[:, held].sum(axis=1)
+        return float(forward), float(backward), float(weight)
+
+
+_MEASURED = ("forward_s", "backward_s", "weight_s")
+
+
+def _ratio(measured: float, predicted: float, *, otherwise: float = 1.0) -> float:
+    return measured / predicted if measured > 0 and predicted > 0 else otherwise

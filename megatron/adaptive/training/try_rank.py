@@ -1,0 +1,317 @@
+"""Runs one rank of a planned job without the others, and measures its memory and times.
+
+``plan --try`` starts a process for it (``cli.try_rank``), whose memory is then that of a rank.
+
+The rank is set up by the trainer's own functions, in a job whose other ranks do not exist: process
+groups are torch's fake ones, and ``transport.stand_in`` makes the inputs from other stages. It runs
+whole steps in the order of the plan's schedule. Since no input is late, it never waits: the planner
+adds the waits.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron.adaptive import accelerator as device
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.tried import TriedRank
+from megatron.adaptive.profiling.action_timing import spread
+from megatron.adaptive.profiling.free_memory import gpu_name, process_bytes, total_host_bytes
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import StageTimes, draw
+from megatron.adaptive.training.pretrain import expected_error, prepare_process
+from megatron.adaptive.transport.stand_in import ExpectedInput
+
+WARM_UP = 2
+"""Number of steps that are not measured. The first one also makes the state of the optimizer."""
+MEASURED = 4
+"""Number of measured steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """Describes the rank to run.
+
+    Attributes:
+        model_arguments: Arguments of the trainer for the model and its precision.
+        plan_arguments: Arguments of the trainer that stand for the plan.
+        world_size: Number of ranks of the job.
+        rank: Global rank to run.
+        stage_work: Operations of a forward pass of each stage, in any unit. A run-time rule's order
+            of actions is simulated with times in proportion to them.
+        needed_bytes: Memory that the rank needs according to the planner, in bytes.
+        kinds: Kinds of layers to measure alone, after the rank.
+        last: Kind of the last layer.
+    """
+
+    model_arguments: tuple[str, ...]
+    plan_arguments: tuple[str, ...]
+    world_size: int
+    rank: int
+    stage_work: tuple[float, ...]
+    needed_bytes: float
+    kinds: tuple[str, ...]
+    last: str
+
+
+def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
+    """Runs steps of a rank in this process, and then measures layers of each kind.
+
+    Returns:
+        Memory and times of the rank, and the content of a profile file with the layers.
+
+    Raises:
+        ConfigError: The settings cannot be run so, or the rank needs more memory than there is.
+        DeviceMemoryError: The device has too little memory.
+    """
+    run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
+    # Other ranks' parts are missing in sums, so a value that is no number means nothing.
+    run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
+    config = parse(
+        [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
+        world_size=request.world_size,
+        last_wins=True,
+    )
+    environment = replace(Environment.read({}), rank=request.rank, world_size=request.world_size)
+    accelerator = prepare_process(config, environment)
+    _require_memory(request, accelerator)
+    from megatron.adaptive.gpt.initialize import end_job, start_alone
+
+    try:
+        tried = _run_steps(start_alone(config, environment, accelerator), request)
+        end_job()
+        return tried, _measure_layers(request, config)
+    except BaseException as error:
+        if (expected := expected_error(error, request.rank)) is not error:
+            raise expected from error
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            end_job()
+
+
+def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
+    """Checks that the device has the memory that the planner expects the rank to need."""
+    if accelerator.is_cuda:
+        whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
+    else:
+        whole_bytes = total_host_bytes()
+    if request.needed_bytes > whole_bytes:
+        raise ConfigError(
+            f"rank {request.rank} needs {request.needed_bytes / 1e9:,.1f} GB as planned, and"
+            f" {accelerator.name} has {whole_bytes / 1e9:,.1f} GB: try a rank that needs less, or a"
+            " plan with more stages or recompute, or run on a larger device"
+        )
+
+
+def _measure_layers(request: TrialRequest, config: TrainerConfig) -> dict[str, Any]:
+    """Measures a layer of each kind on this device, in a job of one tensor-parallel group."""
+    from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
+
+    tp = config.parallel.tensor_model_parallel_size
+    options = ProfileOptions(
+        name="",
+        arguments=request.model_arguments,
+        kinds=request.kinds,
+        last=request.last,
+        widths=(tp,),
+        micro_batches=(config.batch.micro_batch_size,),
+        links=False,
+        backend=config.parallel.distributed_backend,
+        alone=True,
+    )
+    environment = replace(Environment.read({}), world_size=tp, local_world_size=tp)
+    document = profile_layers(options, environment)
+    assert document is not None  # this is rank 0 of that job
+    return document
+
+
+@dataclass(kw_only=True)
+class _Samples:
+    """Collects measurements of steps, in seconds.
+
+    Attributes:
+        step_s: Time of each step.
+        optimizer_s: Time of each step's optimizer.
+        busy_s: Time of each step's actions.
+        means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
+        equal_s: Times of the actions of one kind and chunk in a step, a list for each of these. The
+            parts of a weight gradient are added up.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+    means_s: dict[tuple[ActionKind, int], list[float]] = field(default_factory=dict)
+    equal_s: list[list[float]] = field(default_factory=list)
+
+    def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
+        """Adds the times of a step's actions, in nanoseconds."""
+        sums: dict[tuple[ActionKind, int], dict[int, float]] = {}
+        for action, duration_ns in actions:
+            of_kind = sums.setdefault((action.kind, action.chunk), {})
+            before_s = of_kind.get(action.microbatch, 0.0)
+            of_kind[action.microbatch] = before_s + duration_ns / 1e9
+        for key, of_kind in sums.items():
+            self.equal_s.append(list(of_kind.values()))
+            self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
+
+    def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
+        """Returns the time of a kind of action for each chunk, 0 if there is none.
+
+        It is the median over the steps of their mean: a step is as long as its actions together,
+        also those that something delayed.
+        """
+        lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
+        return tuple(map(statistics.median, lanes))
+
+    def beside_s(self) -> float:
+        """Returns the median time of a step outside of actions and optimizer."""
+        parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
+        return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
+
+
+def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
+    """Builds the rank's part of the model, runs the steps and returns what was measured."""
+    from megatron.core import parallel_state
+
+    from megatron.adaptive.gpt.setup import build_run, require_room
+
+    gc.freeze()  # the trainer does so too, and collections decide when memory is freed
+    accelerator = job.accelerator
+    context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
+    require_room(job.config, accelerator)
+    run = build_run(job)
+    if run.wiring is None:
+        raise ConfigError(
+            "schedule megatron: a tried rank runs the orders of this project: try the plan with"
+            " schedule 1f1b or interleaved, which are equal"
+        )
+    samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
+    num_chunks = run.placement.num_chunks
+    return TriedRank(
+        rank=job.rank,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        device=gpu_name(accelerator),
+        memory_bytes=accelerator.peak_memory_bytes() + context_bytes,
+        busy_s=statistics.median(samples.busy_s),
+        optimizer_s=statistics.median(samples.optimizer_s),
+        beside_s=samples.beside_s(),
+        forward_s=samples.typical(ActionKind.F, num_chunks),
+        backward_s=samples.typical(ActionKind.B, num_chunks),
+        weight_s=samples.typical(ActionKind.W, num_chunks),
+        sigma=spread(samples.equal_s),
+    )
+
+
+def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
+    """Runs the steps; returns the measurements of those after the warm-up."""
+    from megatron.adaptive.gpt.setup import make_loader
+    from megatron.adaptive.gpt.train_step import Step
+
+    job = run.job
+    count = job.config.num_microbatches
+    transport = run.wiring.transport
+    expected = [] if transport is None else _inputs_of(order, run.placement, job)
+    step = Step(run)
+    loader = make_loader(run, run.samples.train, 0)
+    samples = _Samples()
+    for iteration in range(1, WARM_UP + MEASURED + 1):
+        if transport is not None:
+            transport.begin(iteration - 1, expected)
+        marks_s: list[float] = [_now(job.accelerator)]
+        microbatches = None if loader is None else loader.step(count)
+
+        def mark(marks_s: list[float] = marks_s) -> None:
+            marks_s.append(_now(job.accelerator))
+
+        step.train(microbatches, count, iteration, before_update=mark)
+        mark()
+        if iteration > WARM_UP:
+            begin_s, update_s, end_s = marks_s
+            assert step.times is not None
+            samples.step_s.append(end_s - begin_s)
+            samples.optimizer_s.append(end_s - update_s)
+            samples.busy_s.append(step.times.busy_s)
+            samples.add_actions(step.times.actions)
+    if loader is not None:
+        loader.close()
+    return samples
+
+
+def _now(accelerator: device.Accelerator) -> float:
+    """Waits for the device, and returns the time of a monotonic clock in seconds."""
+    accelerator.synchronize()
+    return time.perf_counter()
+
+
+class _FixedOrder:
+    """Makes a rank follow one order in every step, in place of a recorded one.
+
+    Args:
+        order: Actions of the rank, in the order to run them.
+    """
+
+    def __init__(self, order: Sequence[Action]) -> None:
+        self._policy = Follow(order)
+
+    def policy(self, num_microbatches: int) -> Policy:
+        """Returns the policy of the next step."""
+        return self._policy
+
+
+def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
+    """Returns the order of the rank's actions, and makes the run follow it.
+
+    A run-time rule chooses by what has arrived. Its order is that of a simulated step, because
+    nothing arrives here by itself.
+    """
+    orders = run.forward_backward.orders
+    policy = orders.policy(num_microbatches, forward_only=False)
+    if isinstance(policy, Follow):
+        return policy.order
+    candidate = orders.candidate(num_microbatches)
+    work_s = request.stage_work
+    times = StageTimes(forward_s=work_s, backward_s=work_s, weight_s=work_s)
+    work = draw(candidate.placement, num_microbatches, times)
+    simulated = candidate.simulate(work, compiled=False)
+    order = tuple(
+        actions_of(
+            simulated.codes[orders.pp_rank].tolist(),
+            candidate.placement.num_chunks,
+            candidate.weight_pieces,
+        )
+    )
+    orders.replay = _FixedOrder(order)
+    return order
+
+
+def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[ExpectedInput]:
+    """Returns the inputs that a rank needs from other ranks, in the order of its actions."""
+    from megatron.core import parallel_state
+
+    ranks = torch.distributed.get_process_group_ranks(
+        parallel_state.get_pipeline_model_parallel_group()
+    )
+    pp_rank = ranks.index(job.rank)
+    inputs = []
+    for action in order:
+        if action.kind is ActionKind.W:
+            continue
+        source = placement.source_of(action.kind, pp_rank, action.chunk)
+        if source is not None and source[0] != pp_rank:
+            plain = Action(action.kind, action.chunk, action.microbatch)
+            inputs.append(ExpectedInput(plain, ranks[source[0]]))
+    return inputs

@@ -1,0 +1,172 @@
+"""Stands in for the channels of a rank whose peers do not exist, as in ``plan --try``.
+
+Messages of this rank go nowhere, and its inputs are made here, in the order in which the rank needs
+them::
+
+    peer that does not exist                        executor
+      slots with made numbers ── view of a slot ──>   wait()
+      slots that nobody reads <────── copy ────────   send(peer, label, tensor)
+
+The slots are as many and as large as those of shared memory, and are all in use from the start, so
+that they occupy the same memory. On a CPU they are outside of the C library's heap, whose size
+depends on what is allocated there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.transport.interface import (
+    CompletionQueue,
+    HeldArrival,
+    Item,
+    Label,
+    Listener,
+)
+from megatron.adaptive.transport.kind import Payloads
+from megatron.adaptive.transport.select import size_of_channel
+
+_SIZE = 0.01
+"""Standard deviation of made numbers. It keeps losses finite, and is far from numbers so small that
+CPUs compute slowly with them."""
+
+
+class ExpectedInput(NamedTuple):
+    """Describes an input that a rank needs from another one.
+
+    Attributes:
+        action: Action of this rank that needs the input.
+        peer: Global rank that would send it.
+    """
+
+    action: Action
+    peer: int
+
+
+class _Slots:
+    """Provides the slots of one direction of a channel in turn.
+
+    Args:
+        accelerator: Device of this rank, in whose memory the slots are.
+        values: Numbers with which every slot is filled.
+        count: Number of slots.
+    """
+
+    def __init__(self, accelerator: Accelerator, values: torch.Tensor, count: int) -> None:
+        shape = (count, *values.shape)
+        if accelerator.is_cuda:
+            slots = torch.empty(shape, dtype=values.dtype, device=values.device)
+        else:
+            size_bytes = max(mmap.PAGESIZE, count * values.nbytes)
+            memory = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+            slots = memory[: count * values.nbytes].view(values.dtype).view(shape)
+        self._slots = itertools.cycle(slots.copy_(values).unbind())
+
+    def next(self) -> torch.Tensor:
+        """Returns the next slot. It may still be in use, because nobody reads what is in it."""
+        return next(self._slots).detach()
+
+
+class StandIn:
+    """Has the members of :class:`~megatron.adaptive.transport.interface.Transport`.
+
+    It is also its own completion queue, whose items are made when the rank waits for them.
+
+    Args:
+        accelerator: Device of this rank.
+        payloads: Shape and type of the messages.
+        peers: Global ranks with which this rank would exchange messages.
+        options: Settings of the connections.
+    """
+
+    name = "stand-in"
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        payloads: Payloads,
+        peers: Sequence[int],
+        options: TransportConfig,
+    ) -> None:
+        assert payloads.shape is not None
+        size = size_of_channel(
+            payloads.nbytes,
+            payloads.in_flight,
+            options.transport_slot_bytes,
+            options.transport_slots,
+        )
+        values = torch.randn(payloads.shape, device=accelerator.device) * _SIZE
+        values = values.to(payloads.dtype)
+        self._incoming = {peer: _Slots(accelerator, values, size.slots) for peer in peers}
+        self._outgoing = {peer: _Slots(accelerator, values, size.slots) for peer in peers}
+        self._expected: deque[ExpectedInput] = deque()
+        self._step = -1
+        self._errors = CompletionQueue()
+        self._device = accelerator.device
+
+    @property
+    def completions(self) -> StandIn:
+        """Returns the queue of inputs, which is this object."""
+        return self
+
+    def begin(self, step: int, expected: Sequence[ExpectedInput]) -> None:
+        """Sets the inputs of the next step.
+
+        Args:
+            step: Number of the step, as the executor counts them from 0.
+            expected: Inputs of the step, in the order in which the rank's actions need them.
+        """
+        self._step = step
+        self._expected = deque(expected)
+
+    def listen(self, listener: Listener) -> None:
+        """Registers a function that is called with errors; there are no other items to report."""
+        self._errors.listen(listener)
+
+    def put(self, item: Item | Exception) -> None:
+        """Adds an error, which the next wait raises."""
+        self._errors.put(item)
+
+    def poll(self) -> Item | None:
+        """Returns ``None``: inputs are made only when the rank waits for them."""
+        return self._errors.poll()
+
+    def wait(self, deadline_s: float) -> Item | None:
+        """Returns the next input at once, or ``None`` if the step needs no more."""
+        error = self._errors.poll()
+        if error is not None or not self._expected:
+            return error
+        entry = self._expected.popleft()
+        tensor = self._incoming[entry.peer].next()
+        label = Label(self._step, entry.action)
+        return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
+
+    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
+        """Copies the tensor into a slot, as shared memory does."""
+        slot = self._outgoing[peer].next()
+        slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
+
+    def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a new tensor of a shape and type, on the device of this rank."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def describe_links(self) -> dict[int, dict[str, Any]]:
+        """Returns nothing, because there are no links."""
+        return {}
+
+    def flush(self, timeout_s: float) -> None:
+        """Returns at once, because every send is complete when it returns."""
+
+    def close(self) -> None:
+        """Releases the slots."""
+        self._incoming.clear()
+        self._outgoing.clear()

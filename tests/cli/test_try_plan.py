@@ -1,0 +1,179 @@
+"""``plan --try``: a rank that runs alone against the same rank of a real job, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron.adaptive.cli.plan import main
+from megatron.adaptive.errors import ConfigError
+
+from ..multiprocess.launch import ROOT, environment
+
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+SMALL += "--max-position-embeddings 16 --vocab-size 100"
+# Few operations for much memory, most of it in the matrices of the vocabulary.
+LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+LARGE += "--max-position-embeddings 128 --vocab-size 32768"
+LIMIT_S = 240
+
+
+def write_plan(folder: Path, **changes: Any) -> Path:
+    """Writes a plan for two pipeline ranks."""
+    content: dict[str, Any] = {
+        "format": 1,
+        "degrees": {"tensor": 1, "pipeline": 2, "data": 1, "chunks": 1},
+        "placement": [{"nodes": 1, "processes_per_node": 2}],
+        "partition": [1, 1],
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "schedule": "1f1b",
+        "precision": "fp32",
+    }
+    path = folder / "plan.json"
+    path.write_text(json.dumps({**content, **changes}), encoding="utf-8")
+    return path
+
+
+def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
+    """Tries a rank in a process of its own, and returns the entry of the plan file."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
+            *("--model", model, "--rank", str(rank)),
+        ],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memory" in done.stdout
+    entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["tried"]
+    return entry
+
+
+def peaks_of_job(path: Path, model: str) -> dict[int, int]:
+    """Trains with a plan, and returns the peak of each rank's resident memory, as Linux counts it.
+
+    The ranks are not forked from another process, whose pages would count.
+    """
+    flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0 --lr 1e-4"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py --plan"
+    job = subprocess.Popen(
+        [sys.executable, *command.split(), str(path), *model.split(), *flags.split()],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+    )
+    peaks: dict[int, int] = {}
+    end_s = time.monotonic() + LIMIT_S
+    while job.poll() is None and time.monotonic() < end_s:
+        for child in psutil.Process(job.pid).children():
+            try:
+                rank = int(child.environ()["RANK"])
+                status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+                peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+            except (psutil.Error, OSError, KeyError, IndexError):
+                continue  # the process starts or ends
+            peaks[rank] = max(peaks.get(rank, 0), peak)
+        time.sleep(0.05)
+    job.kill()
+    assert job.wait() == 0
+    return peaks
+
+
+@pytest.mark.multiprocess
+def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
+    path = write_plan(tmp_path)
+    peaks = peaks_of_job(path, LARGE)
+    for rank in (0, 1):
+        entry = tried(path, LARGE, rank)
+        measured = next(row for row in entry["ranks"] if row["rank"] == rank)
+        assert measured["memory_bytes"] == pytest.approx(peaks[rank], rel=0.05)
+    # Both trials stay in the file, and the plan with its measurements can be planned with.
+    assert [row["rank"] for row in entry["ranks"]] == [0, 1]
+    assert entry["step_s"] > 0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("degrees", "changes", "rank"),
+    [
+        ({"tensor": 2, "pipeline": 2}, {"schedule": "zb-h1"}, 3),
+        ({"pipeline": 2, "chunks": 2}, {"schedule": "adaptive", "partition": [1, 0, 0, 1]}, 1),
+        ({"data": 4}, {"distributed_optimizer": True, "partition": [2]}, 2),
+    ],
+)
+def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
+    degrees: dict[str, int],
+    changes: dict[str, Any],
+    rank: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {"tensor": 1, "pipeline": 1, "data": 1, **degrees}
+    processes = shape["tensor"] * shape["pipeline"] * shape["data"]
+    placement = [{"nodes": 1, "processes_per_node": processes}]
+    path = write_plan(tmp_path, degrees=shape, placement=placement, **changes)
+    entry = tried(path, SMALL, rank)
+    (measured,) = entry["ranks"]
+    assert measured["forward_s"][0] > 0
+    assert measured["optimizer_s"] > 0
+    node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 4, "memory": "8 GB"}
+    cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
+    words = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json"), "--profile", str(path)]
+    words += ["--tp", str(shape["tensor"]), "--micro-batch-sizes", "2"]
+    assert main([*words, "--global-batch-size", "8"]) == 0
+    assert "data sheets" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({}, ["--rank", "2"], r"--rank 2: .* has 2 ranks: give 0 to 1"),
+        ({}, ["--world-size", "4"], r"--world-size 4: .* is for 2 processes"),
+        ({"placement": [{"nodes": 2, "processes_per_node": 2}]}, [], "placement has 4 processes"),
+        ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
+        ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal widths"),
+        ({"partition": [1, 2]}, [], "layers 1-2 add up to 3"),
+        ({"tried": {"ranks": [{"rank": 0}]}}, [], "try the plan again"),
+    ],
+)
+def test_bad_input_is_one_line(
+    changes: dict[str, Any], more: list[str], message: str, tmp_path: Path
+) -> None:
+    path = write_plan(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message) as failure:
+        main(["--try", str(path), "--model", SMALL, *more])
+    assert "\n" not in str(failure.value)
+
+
+def test_a_rank_that_needs_more_memory_than_there_is_does_not_start(tmp_path: Path) -> None:
+    huge = "--num-layers 2 --hidden-size 131072 --num-attention-heads 64 --seq-length 16 "
+    huge += "--max-position-embeddings 16 --vocab-size 100"
+    path = write_plan(tmp_path)
+    with pytest.raises(ConfigError, match=r"rank 0 needs [\d,.]+ GB as planned, and CPU has") as e:
+        main(["--try", str(path), "--model", huge])
+    assert "\n" not in str(e.value)
+    assert "tried" not in json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
+    path = write_plan(tmp_path)
+    node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 2, "memory": "8 GB"}
+    cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
+    words = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json")]
+    with pytest.raises(ConfigError, match="is a plan without measurements: try a rank of it"):
+        main([*words, "--profile", str(path), "--global-batch-size", "8"])

@@ -1,0 +1,114 @@
+"""Profiles fitted to tried ranks predict these ranks as they were measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cost import StageSums, predict
+from megatron.adaptive.planner.layer_costs import OURS
+from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.plan import Plan
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.tried import (
+    TriedRank,
+    cluster_of,
+    fit_profile,
+    needed_bytes,
+    plan_of,
+    predicted_step_s,
+)
+
+MODEL = read_model(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
+    " --max-position-embeddings 16 --vocab-size 100",
+    "fp32",
+    attention="unfused",
+)
+CONTENT: dict[str, Any] = {
+    "degrees": {"tensor": 1, "pipeline": 2, "data": 1},
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "schedule": "1f1b",
+}
+CLUSTER = cluster_of(CONTENT, "cpu")
+
+
+def measured_alone() -> dict[str, Any]:
+    """Returns a profile in which an embedding takes 1 s, a layer 2 s and the head 3 s."""
+    rows = [
+        {
+            "kind": kind,
+            "gpu": "cpu",
+            "tp": 1,
+            "micro_batch": 1,
+            "tp_included": False,
+            "forward_s": seconds,
+            "backward_input_s": seconds,
+            "backward_weight_s": seconds,
+        }
+        for kind, seconds in (("embedding", 1.0), ("transformer", 2.0), ("head", 3.0))
+    ]
+    nodes = {"cpu": {"gpu": "cpu", "context_bytes": 1e6, "allocator_share": 0.0}}
+    return profile_file.document({"name": "", "arguments": []}, rows, nodes=nodes)
+
+
+def rank(**changes: Any) -> TriedRank:
+    """Returns a measured first rank, twice as slow in forward as its layers alone."""
+    values: dict[str, Any] = {
+        "rank": 0,
+        "pp_rank": 0,
+        "device": "cpu",
+        "memory_bytes": 10**9,
+        "busy_s": 80.0,
+        "optimizer_s": 0.5,
+        "beside_s": 0.25,
+        "sigma": 0.0,
+        "forward_s": [10.0],
+        "backward_s": [10.0],
+        "weight_s": [0.0],
+    }
+    return TriedRank(**{**values, **changes})
+
+
+def fitted(plan: Plan, *ranks: TriedRank) -> tuple[dict[str, Any], StageSums]:
+    document = fit_profile(plan, MODEL, CLUSTER, measured_alone(), ranks)
+    inputs = PlanInputs(MODEL, CLUSTER, profile_file.make_profile(document))
+    return document, StageSums.of(plan, inputs, OURS)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_tried_rank_is_predicted_as_it_was_measured(recompute: str) -> None:
+    plan = plan_of({**CONTENT, "recompute": recompute}, MODEL, CLUSTER, "plan")
+    backward_s = 10.0 if recompute == "none" else 20.0
+    _, stages = fitted(plan, rank(backward_s=[backward_s]))
+    assert stages.durations_s[0, 0] == pytest.approx(10.0)
+    assert stages.durations_s[1:, 0].sum() == pytest.approx(backward_s)
+    assert stages.optimizer_s[0] == pytest.approx(0.5)
+    assert stages.memory[0].total_bytes == pytest.approx(1e9)
+    # The layers of the other rank are as much slower than alone: 2 layers and the head.
+    assert stages.durations_s[0, 1] == pytest.approx(14.0)
+
+
+def test_weight_gradients_that_are_separate_actions_are_fitted_alone() -> None:
+    plan = plan_of({**CONTENT, "schedule": "zb-h1"}, MODEL, CLUSTER, "plan")
+    _, stages = fitted(plan, rank(backward_s=[6.0], weight_s=[9.0]))
+    assert stages.durations_s[:, 0] == pytest.approx([10.0, 6.0, 9.0])
+
+
+def test_the_step_is_that_of_the_pipeline_with_the_measured_times() -> None:
+    plan = plan_of(CONTENT, MODEL, CLUSTER, "plan")
+    document, _ = fitted(plan, rank())
+    inputs = PlanInputs(MODEL, CLUSTER, profile_file.make_profile(document))
+    seconds = predicted_step_s(plan, MODEL, CLUSTER, document)
+    assert seconds == pytest.approx(predict(plan, inputs).seconds)
+    # 1F1B: the last rank runs 4 microbatches, after one forward and before one backward.
+    assert seconds == pytest.approx(4 * 28.0 + 20.0 + 0.5 + 0.25, rel=0.01)
+
+
+def test_needed_memory_counts_weights_without_any_measured_time() -> None:
+    plan = plan_of(CONTENT, MODEL, CLUSTER, "plan")
+    first, last = needed_bytes(plan, MODEL, CLUSTER)
+    assert min(first, last) > 16 * MODEL.parameters / 2 * 0.5
