@@ -25,7 +25,7 @@ from megatron.adaptive.schedule.memory_caps import chunk_shares
 from megatron.adaptive.schedule.policy import actions_of, codes_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule_file import load, save
-from megatron.adaptive.schedule.sequence_slices import SliceCut, slice_bounds, slice_costs
+from megatron.adaptive.schedule.sequence_slices import slice_bounds, slice_costs
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw

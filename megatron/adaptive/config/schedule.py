@@ -20,6 +20,7 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, selectable_names
+from megatron.adaptive.config.sequence_slices import SLICE_CUTS
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
@@ -296,11 +297,17 @@ class ScheduleConfig:
         derived="chosen from the pipeline's shape",
     )
     sequence_slices: Count = flag(
-        "Number of slices of equal length into which each sequence is cut. A slice is the piece of "
+        "Number of slices into which each sequence is cut. A slice is the piece of "
         "work that a stage runs at a time, so a rank keeps less memory, and waits less if there "
         "are few microbatches.",
         1,
         unit="SLICES",
+    )
+    slice_cut: str = flag(
+        "Way to cut sequences: into slices of equal cost, which become shorter because later ones "
+        "attend to more tokens, or of equal length.",
+        SLICE_CUTS[0],
+        choices=SLICE_CUTS,
     )
     pipeline_timeout_s: Positive = flag(
         "Time limit of each wait for a message of the pipeline.",

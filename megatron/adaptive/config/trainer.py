@@ -129,7 +129,29 @@ class TrainerConfig:
         """
         parallel = self.parallel
         ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return slice_ends(self.model.seq_length, self.schedule.sequence_slices, ranks)
+        is_by_cost = self.schedule.slice_cut == "equal-cost"
+        share = self.attention_share if is_by_cost else 0.0
+        return slice_ends(self.model.seq_length, self.schedule.sequence_slices, ranks, share)
+
+    @property
+    def attention_share(self) -> float:
+        """Attention's share of the operations of a layer's forward pass, from 0 to 1.
+
+        It is the part that grows with the number of pairs of tokens. In layers with a window it
+        does not, so with ``--window-size`` the share is 0.
+        """
+        model = self.model
+        if self.core.window_size is not None:
+            return 0.0
+        assert model.kv_channels is not None
+        assert model.ffn_hidden_size is not None
+        queries = model.num_attention_heads * model.kv_channels
+        keys_and_values = 2 * model.query_groups * model.kv_channels
+        matrices = 3 if model.is_gated else 2
+        weights = model.hidden_size * (2 * queries + keys_and_values)
+        weights += matrices * model.hidden_size * model.ffn_hidden_size
+        pairs = queries * model.seq_length  # scores and values, half of them masked
+        return pairs / (weights + pairs)
 
     @property
     def balance(self) -> str:

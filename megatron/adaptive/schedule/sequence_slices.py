@@ -1,32 +1,15 @@
-"""Cuts sequences into slices, and computes the cost of each slice.
+"""Computes where sequences are cut into slices in simulations, and the cost of each slice.
 
-Most of a layer's work grows with the number of tokens. Attention grows with the number of pairs of
-tokens, and a slice attends to all slices before it. With a share ``a`` of attention in the cost of
-the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1 costs
-
-    (1 - a) (y - x) + a (y^2 - x^2)
-
-So slices of equal length cost more towards the end, and slices of equal cost become shorter::
-
-    equal-length    |    |    |    |    |     4 slices
-    equal-cost      |       |    |   |  |
-
-Source: TeraPipe, arXiv 2102.07988, and Seq1F1B, arXiv 2406.03488, cut sequences so that slices cost
-the same. They count the floating-point operations of a model; here attention's share is given.
+``config.sequence_slices`` explains the ways to cut, and cuts the sequences of a training run.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import Literal, get_args
 
+from megatron.adaptive.config.sequence_slices import SliceCut, cut_points
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.schedule import check_num_slices
-
-SliceCut = Literal["equal-cost", "equal-length"]
-"""Way to cut a sequence: into slices of equal cost, or of equal length."""
-SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 
 
 def slice_bounds(
@@ -47,17 +30,7 @@ def slice_bounds(
     """
     check_num_slices(num_slices)
     check_attention_share(attention_share)
-    parts = [number / num_slices for number in range(num_slices + 1)]
-    if cut == "equal-length" or attention_share == 0:
-        return tuple(parts)
-    linear = 1 - attention_share
-    # Solve linear x + share x^2 = part. This form of the root is exact for small shares, too.
-    return tuple(
-        2 * part / (linear + math.sqrt(linear * linear + 4 * attention_share * part))
-        if part
-        else 0.0
-        for part in parts
-    )
+    return cut_points(num_slices, attention_share if cut == "equal-cost" else 0.0)
 
 
 def slice_costs(bounds: tuple[float, ...], attention_share: float) -> tuple[float, ...]:
