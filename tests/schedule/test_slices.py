@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind, item_label, mirrored
 from megatron.adaptive.schedule.catalog import (

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
+from megatron.adaptive.config.sequence_slices import SLICE_CUTS
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
-from megatron.adaptive.config.sequence_slices import SLICE_CUTS
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
