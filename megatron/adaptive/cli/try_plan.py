@@ -76,6 +76,12 @@ def try_plan(options: argparse.Namespace) -> int:
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
     tried, layers = _run(trial, _request(trial, plan, needed))
     ranks = {r: values for r, values in former.items() if values.device == tried.device}
+    for rank in sorted(former.keys() - ranks.keys() - {tried.rank}):
+        show(
+            f"warning: {trial.path}: rank {rank} was tried on {former[rank].device}, not on"
+            f" {tried.device}: its values are left out",
+            file=sys.stderr,
+        )
     ranks[tried.rank] = tried
     cluster = cluster_of(trial.content, tried.device)
     fitted = fit_profile(plan, trial.model, cluster, layers, list(ranks.values()))
