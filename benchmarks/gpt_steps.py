@@ -250,13 +250,14 @@ class Rank(GptRank):
         )
 
     def _plugged_in(self, name: str) -> Callable[..., list[Any]]:
+        from megatron.adaptive.plugin.engines import Engines
         from megatron.adaptive.plugin.placement_patch import Placed
         from megatron.adaptive.plugin.settings import Settings
-        from megatron.adaptive.plugin.step_runner import Engine
 
-        engine = Engine(Settings(schedule=name), Placed(lambda: "loop"))
-        self._wirings.append(engine)
-        return lambda **given: engine.run(given)
+        settings = Settings(schedule=name)
+        engines = Engines(Placed(lambda: "loop"))
+        self._wirings.append(engines)
+        return lambda **given: engines.engine_of(given["model"], settings, None).run(given)
 
     def _prepare(self, name: str) -> None:
         self._run.core.deallocate_pipeline_outputs = name != "megatron"

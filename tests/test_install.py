@@ -85,8 +85,16 @@ class Environment:
         self.python = folder / "bin" / "python"
 
     def pip(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs pip without the settings of this machine."""
-        variables = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+        """Runs pip without the settings of this machine, and without the checkout on its path.
+
+        A checkout that was built holds ``megatron_adaptive.egg-info``, which pip would take for an
+        installed package.
+        """
+        variables = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("PIP_") and key != "PYTHONPATH"
+        }
         command = [sys.executable, "-m", "pip", "--python", self.python, *words]
         return subprocess.run(
             command,

@@ -32,6 +32,7 @@ TOUCHES_NO_DEVICE = {
     "rebalance/time_limit.py": "simulates from numbers",
     "trace/clock.py": "times of sockets",
     "trace/recorder.py": "numbers of a trace",
+    "training/loggers/prometheus_logger.py": "numbers of curves",
     "transport/gloo.py": "receives on the host; the executor copies to the device",
     "transport/liveness.py": "processes and the store",
     "transport/worker.py": "its callers give it a context",

@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
 from megatron.adaptive.engine.weight_gradient import defer
+from megatron.adaptive.plugin.engines import Engines
 from megatron.adaptive.plugin.placement_patch import Placed
 from megatron.adaptive.plugin.settings import Settings
-from megatron.adaptive.plugin.step_runner import Engine
 
 from .competitors import Competitor
 from .modules import EmulatedChunk
@@ -130,19 +130,20 @@ class PluggedRunner(StepRunner):
             placed.take_back()
         self.position = num_ranks - 1 - rank
         super().__init__(competitor, self.position, num_ranks, partial(_Chunk, config=config))
-        settings = Settings(
+        self._settings = Settings(
             schedule=competitor.schedule,
             placement=competitor.kind,
             split_backward=True,
             weight_pieces=competitor.weight_pieces,
         )
-        self._engine = Engine(settings, placed)
+        self._engines = Engines(placed)
 
     def run(self) -> None:
         """Runs the step."""
-        self._engine.run(self.call)
+        engine = self._engines.engine_of(self.call["model"], self._settings, None)
+        engine.run(self.call)
 
     def close(self) -> None:
         """Closes the channels; collective."""
-        self._engine.close()
+        self._engines.close()
         parallel_state.destroy_model_parallel()

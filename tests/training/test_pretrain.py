@@ -102,7 +102,7 @@ def test_only_a_bug_leaves_a_traceback(
     watcher: Any = Watching(lost)
     store: Any = Store()
     with pytest.raises(SystemExit) as ended:
-        module._fail(module._expected(error, 3), store, watcher, RANK_3)
+        module._fail(module.expected_error(error, 3), store, watcher, RANK_3)
     said = capsys.readouterr().err
     is_bug = told.startswith(type(error).__name__)
     assert ended.value.code == (1 if is_bug else 2)
@@ -218,7 +218,7 @@ def test_a_data_worker_that_is_killed_during_a_step_is_one_line() -> None:
 
     with pytest.raises(RuntimeError) as info:
         lose_worker()
-    expected = module._expected(info.value, 3)
+    expected = module.expected_error(info.value, 3)
     assert isinstance(expected, DataError)
     assert f"rank 3: the process that loads its data (pid {worker.pid}) was killed" in str(expected)
     assert len(str(expected).splitlines()) == 1
