@@ -21,10 +21,10 @@ import numpy as np
 
 from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.schema_files import check_form
+from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.schedule import check_num_slices
 from megatron.adaptive.schedule.sequence_slices import (
-    SliceCut,
     check_attention_share,
     slice_bounds,
     slice_costs,
