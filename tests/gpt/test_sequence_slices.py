@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -156,6 +157,11 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
     assert cut < whole  # slices hold fewer scores than a whole sequence
+    # Each slice is measured: of equal length, a later one stores the scores of more keys.
+    run, _ = train("--sequence-slices 8 --slice-cut equal-length")
+    forward_backward = run.forward_backward
+    sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
+    assert all(after > before > 0 for before, after in itertools.pairwise(sizes))
 
 
 def test_another_attention_is_refused_by_its_layer(train: Train) -> None:

@@ -142,13 +142,18 @@ def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable
         from megatron.adaptive.trace.views.picture import write_heat
 
         write_heat(run, result, arguments.picture)
+    _print_result(result, as_json=arguments.json)
+    return 0
+
+
+def _print_result(result: Any, *, as_json: bool) -> None:
+    """Prints the notes of a result as warnings, then the result as text or JSON."""
     for line in result.notes:
         show(f"warning: {line}", file=sys.stderr)
-    if arguments.json:
+    if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:
         show(result.format())
-    return 0
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -169,12 +174,7 @@ def compare(argv: Sequence[str]) -> int:
     add("--json", action="store_true", help="print the result as JSON instead of text")
     arguments = parser.parse_args(argv)
     result = compare_runs(load_run(arguments.before), load_run(arguments.after))
-    for line in result.notes:
-        show(f"warning: {line}", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(result.to_json(), indent=2))
-    else:
-        show(result.format())
+    _print_result(result, as_json=arguments.json)
     limit_share = arguments.fail_above
     if limit_share is None or not result.is_slower_by(limit_share):
         return 0

@@ -779,7 +779,7 @@ class ActivationMeter:
         """Returns a context that measures a chunk's forward pass, unless one was measured before.
 
         Args:
-            chunk: Index of the chunk on this rank, from 0.
+            chunk: Index of the chunk on this rank, or number of a slice in a chunk, from 0.
             held: Tensors not to count, such as parameters; read after the forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)

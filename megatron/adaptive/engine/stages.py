@@ -257,9 +257,9 @@ class MegatronStages(SplitStages):
         super().__init__(None if self.forward_only else self.stores, num_slices=self._count)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        nbytes = self._sized(self.meter.bytes_of(chunk), microbatch)
+        nbytes = self.meter.bytes_of(self._meter_key(chunk, microbatch))
         if self.slices is None:
-            return nbytes
+            return self._sized(nbytes, microbatch)
         return nbytes + round(self.slices.kept_bytes(chunk) * self.slices.share(microbatch))
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -272,7 +272,7 @@ class MegatronStages(SplitStages):
         if slices is not None:
             slices.begin(chunk, microbatch)
             held = chain(held, slices.buffers())
-        with self.meter.measure(chunk, held) if trains else _NOTHING:
+        with self.meter.measure(self._meter_key(chunk, microbatch), held) if trains else _NOTHING:
             output: torch.Tensor
             output, num_tokens = forward_step(
                 self.forward_step_func,
@@ -342,6 +342,13 @@ class MegatronStages(SplitStages):
         # The store has measured the first B, which is that of a microbatch's last slice.
         nbytes = super().retained_bytes(chunk, microbatch)
         return self._sized(nbytes, microbatch, measured=self._count - 1)
+
+    def _meter_key(self, chunk: int, item: int) -> int:
+        """Returns the number by which the meter knows an item's slice in a chunk.
+
+        Each slice is measured, because later slices may store more attention scores per token.
+        """
+        return chunk * self._count + item % self._count
 
     def _sized(self, nbytes: int, item: int, *, measured: int = 0) -> int:
         """Returns the size of an item, given that of the item ``measured``."""
@@ -543,10 +550,11 @@ class ForwardBackward:
         )
 
     def _microbatch_bytes(self, chunk: int) -> float:
-        nbytes = self._meter.bytes_of(chunk)
         if self._slices is None:
-            return nbytes
-        return nbytes / self._slices.share(0) + self._slices.kept_bytes(chunk)
+            return self._meter.bytes_of(chunk)
+        count = self._slices.count
+        keys = range(chunk * count, (chunk + 1) * count)
+        return sum(map(self._meter.bytes_of, keys)) + self._slices.kept_bytes(chunk)
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:

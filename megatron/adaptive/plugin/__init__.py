@@ -61,10 +61,10 @@ def install(
 
     Args:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
-            ``dfc``, ``bfc``), static schedule (``1f1b``, ``interleaved``, ``gpipe``,
-            ``breadth-first``, ``varuna``, ``zb-h1``, ``zb-v``, ``v-half``), ``file``, or ``auto``,
-            which measures the first steps and chooses the schedule that is fastest in simulations.
-            ``megatron`` runs megatron-core's own code.
+            ``dfc``, ``bfc``), static schedule (for example ``1f1b``, ``interleaved`` or ``zb-h1``;
+            docs/schedules.md lists them), ``file``, or ``auto``, which measures the first steps and
+            chooses the schedule that is fastest in simulations. ``megatron`` runs megatron-core's
+            own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
             ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
