@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.chunk_partition import handed_over, scheduled
-from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
+from megatron.adaptive.planner.cost import (
+    StageSums,
+    as_run,
+    dealt_widths,
+    held_of,
+    predict,
+    simulated,
+)
+from megatron.adaptive.planner.layer_costs import OURS
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose
 from megatron.adaptive.schedule.unequal_widths import Widths
@@ -83,6 +92,23 @@ def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
     every = [replace(plan, partition=(layers - n, n)) for n in range(1, layers)]
     assert seconds == min(predict(one, given).seconds for one in every) < before
     assert seconds == predict(plan, given).seconds
+
+
+def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None:
+    inputs = problem()
+    # With few microbatches and stages of about equal size, ranks wait.
+    plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2))
+    stages = StageSums.of(plan, inputs, OURS)
+    whole, forward = stages.durations_s[1:].sum(axis=0), stages.durations_s[0]
+    assert stages.durations_s[2].all()
+    joined = replace(stages, durations_s=np.array([forward, whole, 0 * whole]))
+    split, unsplit = (
+        [simulated(replace(plan, schedule=name), times).makespan_s for name in ("adaptive", "dfc")]
+        for times in (stages, joined)
+    )
+    # By default, weight gradients are separate actions under adaptive, but not under dfc.
+    assert split[0] < 0.95 * unsplit[0]
+    assert split[1] == pytest.approx(unsplit[1])
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import NodeType
 from megatron.adaptive.planner.layer_costs import (
@@ -375,15 +376,28 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
     cap = default_cap(placement, plan.num_microbatches)
     is_rule = catalog.is_rule(plan.schedule)
-    shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
     candidate = catalog.Candidate(
         name=plan.schedule,
         placement=placement,
-        weight_pieces=0 if is_rule else int(steps_of(*shape).split),
+        weight_pieces=_weight_pieces(plan, splittable=any(weight)),
         cap=cap,
     )
     work = draw(placement, plan.num_microbatches, times, links=links)
     return candidate.simulate(work, compiled=is_rule)
+
+
+def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
+    """Returns the number of W actions per weight gradient, as the trainer has them by default.
+
+    Args:
+        plan: Plan whose schedule decides.
+        splittable: Whether the profile has separate times of weight gradients.
+    """
+    if not catalog.is_rule(plan.schedule):
+        shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
+        return int(steps_of(*shape).split)
+    by_default = schedule_spec(plan.schedule).splits_backward == "by default"
+    return catalog.DEFAULT_PIECES if by_default and splittable and plan.pp > 1 else 0
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
