@@ -178,6 +178,8 @@ NO_LENGTH => --train-iters or --train-samples
 --kv-lora-rank 8 => --kv-lora-rank 8 needs | --multi-latent-attention
 --multi-latent-attention --group-query-attention => --group-query-attention | drop
 --window-size 8 => '8' | 128,0
+--window-size=-1,0 => '-1,0' begins with -1 | leave the flag out
+--window-size 8,2 => '8,2' ends with 2 | give 8,0
 --no-rope-freq [0]*a => [0]*a | neither a number nor a list
 --rope-type linear => 'linear' | rope, yarn
 --optimizer muon => 'muon' | adam

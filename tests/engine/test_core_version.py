@@ -84,6 +84,14 @@ def test_an_older_one_than_the_caller_supports_is_refused(monkeypatch: pytest.Mo
         check()
 
 
+def test_the_third_number_of_a_release_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (0, core_version.package_info.MINOR, core_version.package_info.PATCH)
+    core_version.check(oldest=numbers, remedy="use another")
+    monkeypatch.setattr(core_version.package_info, "PATCH", -1)
+    with pytest.raises(SetupError, match="it is older"):
+        core_version.check(oldest=numbers, remedy="use another")
+
+
 @pytest.mark.parametrize(("rank", "warnings_count"), [("0", 1), ("1", 0)])
 def test_other_copies_on_the_path_give_the_first_rank_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, warnings_count: int

@@ -137,6 +137,16 @@ def _window(text: str) -> tuple[int, ...]:
         left, right = map(int, text.strip("()").split(","))
     except ValueError:
         raise ValueError(f"{text!r} is not two numbers such as 128,0") from None
+    if left < 0:
+        raise ValueError(
+            f"{text!r} begins with {left}, but the number of earlier tokens that a token attends "
+            "to is at least 0; leave the flag out for all of them"
+        )
+    if right != 0:
+        raise ValueError(
+            f"{text!r} ends with {right}, but tokens of a causal model attend to no later ones; "
+            f"give {left},0"
+        )
     return left, right
 
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatron.adaptive.config.input_files import printable
-from megatron.adaptive.data.indexed import locked
+from megatron.adaptive.data.file_lock import locked
 from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.adaptive.config.input_files import parse_json, read_whole
-from megatron.adaptive.data.indexed import INDEX_CACHE, locked
+from megatron.adaptive.data.file_lock import locked
+from megatron.adaptive.data.indexed import INDEX_CACHE
 from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preprocess
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
 from megatron.adaptive.errors import ConfigError, DataError

@@ -19,12 +19,10 @@ layout::
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -222,14 +220,3 @@ def pieces(
         starts = np.linspace(0, count - piece, whole_bytes // _PIECE_BYTES, dtype=int)
     for start in starts.tolist():
         yield start, min(start + piece, count)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Locks a file exclusively during the block; the kernel unlocks it if the process dies."""
-    # If the path is a named pipe, open() for writing only would wait for a reader.
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
-        # If the file system has no locks, continue without: two processes may do the same work.
-        with suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

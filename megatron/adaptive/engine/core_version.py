@@ -52,14 +52,14 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 """Parameters that the engine passes to each function: names by position, and names by keyword."""
 
 
-def check(oldest: tuple[int, int], remedy: str) -> None:
+def check(oldest: tuple[int, ...], remedy: str) -> None:
     """Raises an error if the engine cannot use the installed megatron-core.
 
     The job's first process prints a warning if the release is newer than those tested, and if
     several versions are on the path.
 
     Args:
-        oldest: Major and minor number of the oldest release that the caller supports.
+        oldest: Numbers of the oldest release that the caller supports, such as ``(0, 16, 1)``.
         remedy: End of the error message, which says what to use instead.
 
     Raises:
@@ -70,7 +70,7 @@ def check(oldest: tuple[int, int], remedy: str) -> None:
     has_groups = hasattr(process_groups_config, "ProcessGroupCollection")
     reason = why_not(functions, has_groups=has_groups)
     release = (package_info.MAJOR, package_info.MINOR)
-    if reason is None and release < oldest:
+    if reason is None and (*release, package_info.PATCH) < oldest:
         reason = "it is older than the releases that are supported"
     if reason is not None:
         raise SetupError(f"megatron-core {megatron.core.__version__}: {reason}; {remedy}")

@@ -176,7 +176,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.engine import core_version
 
     # Before the imports below, which fail with a traceback if a name of megatron-core is missing.
-    core_version.check(oldest=(0, 16), remedy="the trainer needs megatron-core 0.16.1 to 0.20")
+    core_version.check(oldest=(0, 16, 1), remedy="the trainer needs megatron-core 0.16.1 to 0.20")
     from megatron.adaptive.checkpoint.trainer_checkpoints import (
         Checkpoints,
         check_model_folder,

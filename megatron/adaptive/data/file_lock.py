@@ -1,0 +1,65 @@
+"""Lets one process at a time build files that several processes need."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.adaptive.errors import DataError
+from megatron.adaptive.config.input_files import printable
+
+_LOG = logging.getLogger(__name__)
+_WAIT_S = 3600.0
+_RETRY_S = 0.05
+_FIRST_LINE_S = 60.0
+
+
+@contextmanager
+def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
+    """Locks a file exclusively during the block; the kernel unlocks it if the process dies.
+
+    While another process has the lock, this one waits. If the wait is long, one line in the log
+    says so.
+
+    Args:
+        path: Path of the file, which is made if it is missing.
+        wait_s: Maximum time to wait for the lock, in seconds.
+
+    Raises:
+        DataError: Another process still has the lock after ``wait_s`` seconds.
+        OSError: The file cannot be made.
+    """
+    # If the path is a named pipe, open() for writing only would wait for a reader.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
+        _lock(stream.fileno(), path, wait_s)
+        yield
+
+
+def _lock(descriptor: int, path: Path, wait_s: float) -> None:
+    begin_s = time.monotonic()
+    is_told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                # The file system has no locks: two processes may do the same work.
+                return
+        else:
+            return
+        waited_s = time.monotonic() - begin_s
+        if waited_s >= wait_s:
+            raise DataError(
+                f"{path}: another process has locked this file for more than {wait_s:g} s while "
+                "it builds the files beside it; look whether that process still works, or end it"
+            )
+        if waited_s >= _FIRST_LINE_S and not is_told:
+            is_told = True
+            _LOG.warning("WARNING: waiting for the process that has locked %s", printable(str(path)))
+        time.sleep(_RETRY_S)
