@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,7 +336,9 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
             found = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        is_line = text.isprintable() and 0 < len(text) < LONGEST
+        # Letters that only join or shape others are allowed, as in names of files.
+        is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
+        is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
