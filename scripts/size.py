@@ -30,6 +30,7 @@ CODE = (".py", ".js")
 SMALL_FILE_LINES = 170
 LONG_FILE_LINES = 800
 LONG_FUNCTION_LINES = 60
+MANY_IMPORTS = 25
 
 
 @dataclass
@@ -182,13 +183,34 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
     return long
 
 
-def measure() -> dict[str, object]:
-    """Measures the checkout and returns all figures."""
+def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
+    """Returns files with more import statements than a file of one subject needs.
+
+    Args:
+        paths: Paths of Python files.
+        allowed: Paths of files in which the statements are not counted, and the reason.
+    """
+    many = []
+    for path in paths:
+        nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+        count = sum(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes)
+        if count > MANY_IMPORTS and path not in allowed:
+            many.append((path, count))
+    return many
+
+
+def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
+    """Measures the checkout and returns all figures.
+
+    Args:
+        many_imports_allowed: Paths of files that may have many imports, and the reason.
+    """
     paths = tracked_files()
     lines = {path: count_lines(path) for path in paths}
     modules = read_modules(paths)
     package = [path for path in paths if path.startswith(PACKAGE + "/")]
     code = [path for path in package if path.endswith(CODE)]
+    python = [path for path in code if path.endswith(".py")]
     folders: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for path in code:
@@ -211,7 +233,8 @@ def measure() -> dict[str, object]:
             for path in paths
             if path.endswith((".py", ".js", ".cc", ".h", ".sh")) and lines[path] > LONG_FILE_LINES
         ],
-        "long_functions": find_long_functions([path for path in code if path.endswith(".py")]),
+        "long_functions": find_long_functions(python),
+        "files_with_many_imports": find_many_imports(python, many_imports_allowed),
         "folders": {name: (folders[name], files[name]) for name in sorted(folders)},
         "top_folders": dict(sorted(tops.items())),
     }
@@ -237,8 +260,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")
     options = parser.parse_args()
-    figures = measure()
     budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["size"]
+    figures = measure(budgets.pop("many_imports_allowed"))
     if options.json:
         print(json.dumps(figures, indent=2))
     else:
