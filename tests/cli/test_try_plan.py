@@ -138,6 +138,26 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
     assert "data sheets" not in capsys.readouterr().out
 
 
+@pytest.mark.multiprocess
+def test_measurements_of_another_device_are_left_out_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plan(tmp_path)
+    command = ["--try", str(path), "--model", SMALL]
+    assert main([*command, "--rank", "0"]) == 0
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    (measured,) = plan["tried"]["ranks"]
+    measured["device"] = "A100-40"
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    capfd.readouterr()
+    assert main([*command, "--rank", "1"]) == 0
+    assert (
+        "rank 0 was tried on A100-40, not on cpu: its values are left out" in capfd.readouterr().err
+    )
+    (measured,) = json.loads(path.read_text(encoding="utf-8"))["tried"]["ranks"]
+    assert (measured["rank"], measured["device"]) == (1, "cpu")
+
+
 @pytest.mark.parametrize(
     ("changes", "more", "message"),
     [

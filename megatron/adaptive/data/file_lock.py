@@ -61,5 +61,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
             )
         if waited_s >= _FIRST_LINE_S and not is_told:
             is_told = True
-            _LOG.warning("WARNING: waiting for the process that has locked %s", printable(str(path)))
+            _LOG.warning(
+                "WARNING: waiting for the process that has locked %s", printable(str(path))
+            )
         time.sleep(_RETRY_S)
