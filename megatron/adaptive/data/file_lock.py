@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.adaptive.errors import DataError
 from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 _WAIT_S = 3600.0

@@ -20,7 +20,6 @@ layout::
 from __future__ import annotations
 
 import glob
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
