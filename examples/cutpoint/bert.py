@@ -1,6 +1,6 @@
-"""BERT of HuggingFace transformers, built from its configuration; nothing is downloaded.
+"""Trains BERT of Hugging Face transformers, built from its configuration without a download.
 
-Sentences have different lengths: the attention mask goes to every stage.
+Sentences have different lengths, so every stage needs the attention mask.
 
     bash prerequisite.sh --examples
     torchrun --nproc-per-node 2 examples/cutpoint/bert.py --pipeline-size 2
@@ -32,16 +32,16 @@ def build(**changes: Any) -> BertForMaskedLM:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns made-up sentences, of which every fifth word is to be guessed."""
+    """Returns made-up sentences, in which the model must guess every fifth token."""
     generator = torch.Generator().manual_seed(2)
-    place = torch.arange(24)
-    words = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * place) % 124 + 4
+    position = torch.arange(24)
+    tokens = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * position) % 124 + 4
     lengths = torch.randint(12, 25, (samples, 1), generator=generator)
-    hidden = (place % 5 == 2) & (place < lengths)
+    hidden = (position % 5 == 2) & (position < lengths)
     return {
-        "input_ids": words.masked_fill(hidden, MASK),
-        "attention_mask": (place < lengths).long(),
-        "labels": words.masked_fill(~hidden, -100),
+        "input_ids": tokens.masked_fill(hidden, MASK),
+        "attention_mask": (position < lengths).long(),
+        "labels": tokens.masked_fill(~hidden, -100),
     }
 
 

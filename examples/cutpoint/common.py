@@ -1,4 +1,4 @@
-"""What the examples share: their command line and the training loop."""
+"""The command line and the training loop that all examples in this folder use."""
 
 from __future__ import annotations
 
@@ -20,17 +20,29 @@ def parse(description: str) -> argparse.Namespace:
     """Reads the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10, help="training steps")
-    parser.add_argument("--batch-size", type=int, default=16, help="samples of all replicas")
-    parser.add_argument("--micro-batch-size", type=int, help="samples; the planner's best")
     parser.add_argument(
-        "--pipeline-size", type=int, help="processes of a pipeline; all, or the planner's best"
+        "--batch-size", type=int, default=16, help="samples per step, over all replicas"
     )
-    parser.add_argument("--write-profile", metavar="FILE", help="what the planner stood on")
-    parser.add_argument("--save", metavar="FOLDER", help="for a checkpoint at the end")
-    parser.add_argument("--load", metavar="FOLDER", help="of checkpoints, to go on from")
-    parser.add_argument("--schedule", default="adaptive", help="see docs/schedules.md")
-    parser.add_argument("--chunks", type=int, help="stages of each process")
-    parser.add_argument("--partition", help="segments of each stage, as 2-3-2; measured")
+    parser.add_argument(
+        "--micro-batch-size", type=int, help="samples per microbatch; default: the planner chooses"
+    )
+    parser.add_argument(
+        "--pipeline-size",
+        type=int,
+        help="processes per pipeline; default: all, or the planner chooses",
+    )
+    parser.add_argument(
+        "--write-profile", metavar="FILE", help="file for the measurements that the planner used"
+    )
+    parser.add_argument("--save", metavar="FOLDER", help="folder for a checkpoint at the end")
+    parser.add_argument(
+        "--load", metavar="FOLDER", help="folder of checkpoints; training continues from the newest"
+    )
+    parser.add_argument(
+        "--schedule", default="adaptive", help="name of the schedule, see docs/schedules.md"
+    )
+    parser.add_argument("--chunks", type=int, help="stages per process")
+    parser.add_argument("--partition", help="segments per stage, such as 2-3-2; default: balanced")
     parser.add_argument("--mixed-precision", choices=("bf16", "fp16"))
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--trace-dir", help="folder for traces")
@@ -38,66 +50,68 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def train(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     model: torch.nn.Module,
     make_batch: Callable[[int], Batch],
     *,
     shared_weights: Sequence[Sequence[str]] = (),
-    **options: Any,
+    **more: Any,
 ) -> list[float]:
     """Trains a model with cut points; returns the losses. Ends the program after an error.
 
     Args:
-        given: the command line.
-        model: the same on all processes.
-        make_batch: gives a batch of that many samples.
-        shared_weights: see ``Pipeline``, as all further options.
+        options: Options of the command line, from :func:`parse`.
+        model: Model with cut points, the same on all processes.
+        make_batch: Function that returns a batch with the number of samples that it is options.
+        shared_weights: Groups of names of shared parameters, as in ``Pipeline``.
+        more: Further arguments of ``Pipeline``.
     """
     try:
-        return _train(given, model, make_batch, shared_weights=shared_weights, **options)
+        return _train(options, model, make_batch, shared_weights=shared_weights, **more)
     except AdaptiveError as error:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 def _train(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     model: torch.nn.Module,
     make_batch: Callable[[int], Batch],
-    **options: Any,
+    **more: Any,
 ) -> list[float]:
     with Pipeline(
         model,
-        make_batch(given.batch_size),
-        micro_batch_size=given.micro_batch_size,
-        pipeline_size=given.pipeline_size,
-        schedule=given.schedule,
-        chunks=given.chunks,
-        partition=given.partition,
-        mixed_precision=given.mixed_precision,
-        trace_dir=given.trace_dir,
-        **options,
+        make_batch(options.batch_size),
+        micro_batch_size=options.micro_batch_size,
+        pipeline_size=options.pipeline_size,
+        schedule=options.schedule,
+        chunks=options.chunks,
+        partition=options.partition,
+        mixed_precision=options.mixed_precision,
+        trace_dir=options.trace_dir,
+        **more,
     ) as pipeline:
         pipeline.set_optimizer(
-            lambda parameters: torch.optim.AdamW(parameters, lr=given.lr), clip_norm=1.0
+            lambda parameters: torch.optim.AdamW(parameters, lr=options.lr), clip_norm=1.0
         )
-        if given.load:
-            pipeline.load(given.load)
+        if options.load:
+            pipeline.load(options.load)
         if torch.distributed.get_rank() == 0:
-            if given.write_profile and pipeline.plan is not None:
-                pipeline.plan.profile.write(given.write_profile)
+            if options.write_profile and pipeline.plan is not None:
+                pipeline.plan.profile.write(options.write_profile)
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
-        # One batch again and again, so that the loss falls; each replica takes its own samples.
-        batch = pipeline.share(make_batch(given.batch_size))
+        # Train on the same batch in each step, so that the loss falls. Each replica takes its own
+        # samples of it.
+        batch = pipeline.share(make_batch(options.batch_size))
         losses = []
-        for _ in range(given.steps):
+        for _ in range(options.steps):
             loss, overflow = pipeline.step(batch)
             losses.append(loss)
             if torch.distributed.get_rank() == 0:
-                said = ", overflow: skipped" if overflow else ""
-                print(f"step {pipeline.steps}: loss {loss:.4f}{said}", flush=True)
-        if given.save:
-            pipeline.save(given.save)
+                note = ", overflow: no update" if overflow else ""
+                print(f"step {pipeline.steps}: loss {loss:.4f}{note}", flush=True)
+        if options.save:
+            pipeline.save(options.save)
         evaluated = pipeline.eval(batch)
         if torch.distributed.get_rank() == 0:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

@@ -1,10 +1,10 @@
-"""A training that goes on in another shape when machines come or go.
+"""Trains on machines that may come and go; the number of stages and replicas follows them.
 
 python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
 
-The same program runs under torchrun, and in one process: ``--save FOLDER`` then says where it saves
-and what it goes on from.
+The same program runs under torchrun, and in a single process. It then saves to the folder of
+``--save``, and continues from the newest checkpoint there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH, LAYERS, CLASSES = 64, 8, 10
 
 
 class Net(torch.nn.Module):
-    """Residual layers with dropout, and a cut point after each."""
+    """Residual layers with dropout, and a cut point after each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the whole batch of a step, always the same."""
+    """Returns the batch of a step over all replicas, the same at each call."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
@@ -49,15 +49,19 @@ def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Trains the model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="of the whole training")
-    parser.add_argument("--batch-size", type=int, default=24, help="samples of all replicas")
-    parser.add_argument("--save", metavar="FOLDER", help="of checkpoints, without `run`")
-    parser.add_argument("--save-interval", type=int, default=50, help="steps")
-    parser.add_argument("--log-interval", type=int, default=10, help="steps")
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=200, help="number of training steps in all")
+    parser.add_argument(
+        "--batch-size", type=int, default=24, help="samples per step, over all replicas"
+    )
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="folder for checkpoints; not with train elastic"
+    )
+    parser.add_argument("--save-interval", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--log-interval", type=int, default=10, help="steps between printed losses")
+    options = parser.parse_args()
 
     torch.manual_seed(1)  # all processes build the same model
-    with Pipeline(Net(), batch_of(0, given.batch_size)) as pipeline:
+    with Pipeline(Net(), batch_of(0, options.batch_size)) as pipeline:
         optimizers = []
 
         def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -65,23 +69,23 @@ def main() -> None:
             return optimizers[0]
 
         pipeline.set_optimizer(make, clip_norm=1.0)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], given.steps)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], options.steps)
         steps = pipeline.loop(
-            given.steps,
-            folder=given.save,
-            save_interval=given.save_interval,
+            options.steps,
+            folder=options.save,
+            save_interval=options.save_interval,
             keep=2,
             state={"scheduler": scheduler},
         )
         first = torch.distributed.get_rank() == 0
         for step in steps:
-            loss, _ = pipeline.step(pipeline.share(batch_of(step, given.batch_size)))
+            loss, _ = pipeline.step(pipeline.share(batch_of(step, options.batch_size)))
             scheduler.step()
-            if first and (step + 1) % given.log_interval == 0:
+            if first and (step + 1) % options.log_interval == 0:
                 shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
                 print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
-        # Only once all steps are done: a notice ends the program within the loop.
-        evaluated = pipeline.eval(pipeline.share(batch_of(given.steps, given.batch_size)))
+        # This runs only after the last step: a request to stop ends the program within the loop.
+        evaluated = pipeline.eval(pipeline.share(batch_of(options.steps, options.batch_size)))
         if first:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)
 

@@ -1,6 +1,6 @@
-"""GPT-2 of HuggingFace transformers, built from its configuration; nothing is downloaded.
+"""Trains GPT-2 of Hugging Face transformers, built from its configuration without a download.
 
-Its embedding and its output layer are one parameter, which first and last stage share.
+Its embedding and its output layer use the same parameter, which the first and the last stage share.
 
     bash prerequisite.sh --examples
     torchrun --nproc-per-node 4 examples/cutpoint/gpt2.py

@@ -1,4 +1,4 @@
-"""A plain multi-layer perceptron on three stages or more.
+"""Trains a multi-layer perceptron whose layers are divided among the processes.
 
 torchrun --nproc-per-node 2 examples/cutpoint/mlp.py
 """
@@ -12,7 +12,7 @@ from megatron.adaptive import CutPoint
 
 
 class Mlp(torch.nn.Module):
-    """Layers with a cut point after each but the last."""
+    """Multi-layer perceptron with a cut point after each hidden layer."""
 
     def __init__(self, width: int = 64, layers: int = 8, classes: int = 10) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def build() -> Mlp:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns made-up samples."""
+    """Returns random samples."""
     generator = torch.Generator().manual_seed(2)
     return {
         "x": torch.randn(samples, 64, generator=generator),

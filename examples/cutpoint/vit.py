@@ -1,4 +1,7 @@
-"""A small vision transformer. Its patches' mean skips all stages, beside the usual residuals.
+"""Trains a small vision transformer.
+
+The mean over the patches is computed in the first stage and used in the last one: tensors that skip
+stages need no extra code.
 
 torchrun --nproc-per-node 4 examples/cutpoint/vit.py --schedule 1f1b
 """
@@ -14,7 +17,7 @@ from megatron.adaptive import CutPoint
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, with dropout."""
+    """Transformer block with dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -24,18 +27,18 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[n, patches, width]`` to the same."""
+        """Returns the output ``[n, patches, width]`` for an input of the same shape."""
         n, patches, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, patches, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, patches, width)
-        x = x + F.dropout(self.out(seen), self.dropout, self.training)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, patches, width)
+        x = x + F.dropout(self.out(mixed), self.dropout, self.training)
         hidden = self.down(F.gelu(self.up(self.norm2(x))))
         return x + F.dropout(hidden, self.dropout, self.training)
 
 
 class Vit(nn.Module):
-    """Images of 16 x 16 pixels and 3 colours to classes."""
+    """Classifies images of 16 x 16 pixels with 3 colors."""
 
     def __init__(
         self, width: int = 32, depth: int = 8, classes: int = 10, dropout: float = 0.1
@@ -43,17 +46,17 @@ class Vit(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.place = nn.Parameter(0.02 * torch.randn(1, 17, width))
+        self.position = nn.Parameter(0.02 * torch.randn(1, 17, width))
         self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(depth))
         self.cuts = nn.ModuleList(CutPoint() for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """``[n, 3, 16, 16]`` to logits ``[n, classes]``."""
+        """Returns logits ``[n, classes]`` for images ``[n, 3, 16, 16]``."""
         x = self.patches(image).flatten(2).transpose(1, 2)
         mean = x.mean(dim=1)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.place
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.position
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(block(x))
         return self.head(torch.cat([self.norm(x)[:, 0], mean], dim=1))
@@ -71,7 +74,7 @@ def build(dropout: float = 0.1) -> nn.Module:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns made-up images."""
+    """Returns random images."""
     generator = torch.Generator().manual_seed(2)
     return {
         "image": torch.randn(samples, 3, 16, 16, generator=generator),

@@ -1,4 +1,4 @@
-"""A fixed order of our own: 1F1B with twice the warm-up, so that messages have time to arrive.
+"""Defines a fixed order: 1F1B with twice the warm-up, so that messages have time to arrive.
 
 Each rank starts with twice as many forwards as in 1F1B, and then alternates. Three ranks, five
 microbatches (F3 is the forward of microbatch 3):

@@ -1,8 +1,8 @@
-"""A run-time rule of our own: work on the oldest microbatch that something can be done for.
+"""Defines a run-time rule: work on the oldest microbatch that has an action ready.
 
 The rule sees what has arrived at its rank and picks one of the actions that are ready. It returns
-None to wait for the next message. A forward takes memory, so the rule asks whether it still fits
-below the limit (``--activation-cap``).
+``None`` to wait for the next message. A forward takes memory, so the rule asks whether it still
+fits below the limit (``--activation-cap``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_r
 
 @run_time_rule()
 def oldest_first(state: RankState) -> Action | None:
-    """Returns the action to start now, or None to wait."""
+    """Returns the action to start now, or ``None`` to wait."""
     ready = [action for action in state.ready() if state.fits(action)]
     # Weight gradients hold nobody up: they fill the time in which nothing else is ready.
     urgent = [action for action in ready if action.kind is not ActionKind.W]

@@ -3,7 +3,7 @@
     PYTHONPATH=examples/own_transport torchrun --nproc-per-node 2 pretrain_gpt.py \\
         --pipeline-model-parallel-size 2 --transport files:Files ...
 
-It is slow, and shows all that a transport must do.
+It is slow, but shows everything that a transport must do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Files(TransportKind):
 
 
 class FileTransport:
-    """Has all members of ``Transport`` in ``megatron.adaptive.transport.interface``."""
+    """Sends and receives messages; it has all members of ``transport.interface.Transport``."""
 
     name = "files"
 

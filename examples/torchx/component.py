@@ -1,14 +1,14 @@
-"""A run on pods as a component of TorchX, for any of its schedulers.
+"""Defines a TorchX component that trains on pods, for any scheduler of TorchX.
 
     torchx run -s kubernetes examples/torchx/component.py:pods --conf /shared/conf.sh --nnodes 2
 
-The image holds a checkout of this project, set up by ``prerequisite.sh``; ``conf`` is a file in it
-or on a volume. The first replica is the master, the others are workers that wait for it.
+The image contains a checkout of this project, set up by ``prerequisite.sh``. ``conf`` is a file in
+the image or on a volume. The first replica is the master; the others are workers that wait for it.
 """
 
 import torchx.specs as specs
 
-# $$ stays a variable of the shell: TorchX replaces single ones by its own.
+# $$ is a variable of the shell, because TorchX replaces those with a single $ by its own values.
 START = """
 if ((%replica% == 0)); then exec bash run_master.sh "$$CONF" --nnodes "$$NNODES"; fi
 exec bash run_worker.sh --master-addr "$${%host%:=localhost}" \\
@@ -28,19 +28,19 @@ def pods(
     logs: str = "/shared/logs",
     retries: int = 0,
 ) -> specs.AppDef:
-    """Trains as a configuration describes.
+    """Starts a training job that a configuration file describes.
 
     Args:
-        conf: the configuration, a path within the containers
+        conf: path of the configuration file in the containers
         nnodes: number of nodes, in place of NNODES in the configuration
         image: container image with a checkout
-        workspace: folder of the checkout in it
-        gpu: GPUs of each node
-        cpu: processors of each node
-        memory_mib: memory of each node
-        port: port of the first node on which all meet
-        logs: LOG_DIR of the configuration, on a volume that all share: the run's secret is there
-        retries: how often a run that failed begins again, from its last checkpoint
+        workspace: folder of the checkout in the image
+        gpu: GPUs per node
+        cpu: processors per node
+        memory_mib: memory per node, in MiB
+        port: port of the first node to which all nodes connect
+        logs: LOG_DIR of the configuration, on a volume of all nodes; it holds the job's secret too
+        retries: number of times that a failed run starts again from its last checkpoint
     """
     start = START.replace("%replica%", specs.macros.replica_id)
     start = start.replace("%host%", specs.macros.rank0_env)
