@@ -1,0 +1,105 @@
+"""The example that fine-tunes a folder of transformers: losses fall, and transformers reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..multiprocess.launch import ROOT, environment
+
+pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+pytestmark = pytest.mark.multiprocess
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def write_model(folder: Path) -> None:
+    """Writes a small model with random weights and a tokenizer with a token for each letter."""
+    letters = [chr(code) for code in range(32, 127)]
+    special = ["<pad>", "</s>", "<user>", "<assistant>"]
+    vocabulary = {token: index for index, token in enumerate(special + letters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="?",
+        additional_special_tokens=special[2:],
+        chat_template=TEMPLATE,
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), num_attention_heads=4, num_key_value_heads=2, **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_data(path: Path) -> None:
+    """Writes conversations and texts of different lengths."""
+    lines = []
+    for number in range(40):
+        question = {"role": "user", "content": f"{number} times two?"}
+        answer = {"role": "assistant", "content": f"It is {2 * number}." + " Yes." * (number % 3)}
+        messages = {"messages": [question, answer]}
+        lines.append(json.dumps(messages if number % 4 else {"text": "one, two, " * (number % 5 + 1)}))
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_folder_is_tuned_and_saved(tmp_path: Path, rank: int) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path / "train.jsonl")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "examples/finetune/finetune.py"),
+            *("--model", str(tmp_path / "model"), "--data", str(tmp_path / "train.jsonl")),
+            *("--output", str(tmp_path / "tuned"), "--lora-rank", str(rank)),
+            *("--epochs", "3", "--lr", "1e-2", "--length-multiple", "32", "--eval-share", "0.1"),
+        ],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"evaluation loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < 0.9 * losses[0]
+    tuned: Any
+    if rank:
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        tuned = PeftModel.from_pretrained(base, str(tmp_path / "tuned"))
+    else:
+        tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tuned")
+    text = tokenizer("one, two, one, two, ", return_tensors="pt")
+    loss = tuned(**text, labels=text["input_ids"]).loss
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loss < before(**text, labels=text["input_ids"]).loss - 1
