@@ -39,6 +39,8 @@ BOUNDED = (
     "--calculate-per-token-loss"
 )
 DOCUMENTS = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
+PACKED = "--variable-seq-lengths --micro-batch-size 1 --global-batch-size 12"
+ROWS = f"{LLAMA} --variable-seq-lengths --global-batch-size 8"
 FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
@@ -78,14 +80,15 @@ def train() -> Iterator[Train]:
         step = Step(run)
         loader = make_loader(run, run.samples.train, 0)
         assert loader is not None
-        evaluated = step.evaluate(make_loader(run, run.samples.valid, 0), 1, 2)["lm loss"]
+        count = config.num_microbatches
+        evaluated = step.evaluate(make_loader(run, run.samples.valid, 0), 1, count)["lm loss"]
         gradients: list[torch.Tensor] = []
 
         def keep() -> None:
             weights: Any = [weight for chunk in run.chunks for weight in chunk.parameters()]
             gradients.extend(weight.main_grad.clone() for weight in weights)
 
-        result = step.train(loader.step(2), 2, 1, before_update=keep)
+        result = step.train(loader.step(count), count, 1, before_update=keep)
         assert result.grad_norm is not None
         return run, Numbers(evaluated, result.losses["lm loss"], result.grad_norm, gradients)
 
@@ -111,6 +114,21 @@ def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
         (3, "--pipeline-schedule seq-1f1b"),
     ):
         _, seen = train(f"{model} {options} --sequence-slices {count}")
+        assert_close(seen, expected)
+
+
+@pytest.mark.parametrize(
+    "model", [f"{PACKED} {LLAMA} {FUSED}", f"{PACKED} {BOUNDED}", PACKED, ROWS], ids=range(4)
+)
+def test_slices_of_documents_equal_whole_microbatches(train: Train, model: str) -> None:
+    whole = "" if model == ROWS else "--pack-to 300"
+    _, expected = train(f"{model} {whole}")
+    cases = [f"{whole} --sequence-slices 3 {SPLIT}", f"{whole} --sequence-slices 16 {FULL}"]
+    if model != ROWS:
+        cases += [f"--slice-tokens 48 {SPLIT}", "--slice-tokens 500"]
+        cases += [f"--slice-tokens 20 {FULL}", f"--slice-tokens 100 {SELECTIVE}"]
+    for flags in cases:
+        _, seen = train(f"{model} {flags}")
         assert_close(seen, expected)
 
 
@@ -153,7 +171,7 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     slices.begin(0, 0)
     assert list(slices.buffers()) == []
     # Keys and values of 3 layers, 2 samples, 256 tokens and a width of 32.
-    assert slices.kept_bytes(0) == 2 * 3 * 2 * 256 * 32 * 4
+    assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
     assert cut < whole  # slices hold fewer scores than a whole sequence

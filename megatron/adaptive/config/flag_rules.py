@@ -75,7 +75,7 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwards
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forwards
-sequence_slices needs pipeline_schedule={
+sequence_slices slice_tokens needs pipeline_schedule={
         names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
     }
     | the others order whole microbatches
