@@ -18,7 +18,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 from megatron.adaptive.gpt.attention import attend_to_earlier  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
-from megatron.adaptive.gpt.sequence_slices import SequenceSlices  # noqa: E402
+from megatron.adaptive.gpt.sequence_slices import LastKeysAndValues, SequenceSlices  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
@@ -180,6 +180,50 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     forward_backward = run.forward_backward
     sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
     assert all(after > before > 0 for before, after in itertools.pairwise(sizes))
+
+
+def test_windows_keep_what_later_slices_see(train: Train) -> None:
+    run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
+    slices = run.slices
+    assert slices is not None
+    # Of 64 tokens of a slice the two layers with a window keep 40, and the third keeps all; two
+    # samples, keys and values of two groups of 8.
+    assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
+    run, _ = train(f"{WINDOWS} --sequence-slices 4")
+    assert run.slices is not None
+    assert run.slices.kept_bytes(0, 0) == 3 * 64 * 2 * 2 * 16 * 4
+
+
+def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
+    like = [torch.zeros(32, 1, 2, 8)] * 2
+    kept = LastKeysAndValues(like, 40, forgets=True)
+    whole = torch.arange(128.0).view(128, 1, 1, 1).expand(128, 1, 2, 8)
+    for start in range(0, 128, 32):
+        first = max(0, start - 40)
+        seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
+        assert torch.equal(seen, whole[first : start + 32])
+        # No more than the window, and what a slice holds beside it.
+        assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
+
+
+def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
+    run, _ = train(f"{PACKED} {LLAMA} --slice-tokens 64")
+    slices = run.slices
+    assert slices is not None
+    assert slices.sizes is not None
+    assert set(slices.sizes) == {64}
+    cuts = [slices._cut(item // slices.count) for item in range(len(slices.sizes))]
+    tokens = [cut.kept_tokens(item % slices.count) for item, cut in enumerate(cuts)]
+    assert 0 < sum(tokens) < 64 * len(tokens)
+    forward_backward: Any = run.forward_backward
+    (nbytes,) = forward_backward.activation_bytes()
+    assert nbytes > 0
+
+
+def test_the_cap_counts_positions_of_unequal_microbatches(train: Train) -> None:
+    run, _ = train(f"{PACKED} --pack-to 300")
+    forward_backward: Any = run.forward_backward
+    assert forward_backward._mean_size not in (0.0, 1.0)
 
 
 def test_another_attention_is_refused_by_its_layer(train: Train) -> None:

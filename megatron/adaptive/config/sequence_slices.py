@@ -67,7 +67,7 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
     )
 
 
-class Piece(NamedTuple):
+class DocumentPart(NamedTuple):
     """Part of a document that lies in a slice; all fields are positions in the microbatch's row.
 
     Attributes:
@@ -105,7 +105,7 @@ class Cut:
         """Returns the positions of a slice's first token and after its last token."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
-    def pieces(self, index: int) -> list[Piece]:
+    def pieces(self, index: int) -> list[DocumentPart]:
         """Returns the parts of documents that lie in a slice, in order."""
         start, end = self.bounds(index)
         closes = self.documents or self.ends[-1:]
@@ -113,7 +113,7 @@ class Cut:
         begin = closes[number - 1] if number else 0
         pieces = []
         for close in itertools.islice(closes, number, None):
-            pieces.append(Piece(begin, max(begin, start), min(close, end), close))
+            pieces.append(DocumentPart(begin, max(begin, start), min(close, end), close))
             if close >= end:
                 break
             begin = close
@@ -213,10 +213,12 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
     least = -(-LEAST_TOKENS // multiple)  # number of blocks
     slices = len(points) + 1
     ends = []
+    before = 0
     for number, point in enumerate(points, 1):
-        # Leave room for the slices before and after.
-        first, last = number * least, blocks - (slices - number) * least
-        ends.append(min(max(math.floor(point / multiple + 1e-9), first), last) * multiple)
+        # Leave room for this slice and for those after it.
+        first, last = before + least, blocks - (slices - number) * least
+        before = min(max(math.floor(point / multiple + 1e-9), first), last)
+        ends.append(before * multiple)
     return (*ends, length)
 
 

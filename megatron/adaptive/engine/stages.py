@@ -463,9 +463,6 @@ class ForwardBackward:
                 "shape; leave it out"
             )
         orders = self.orders
-        if self._slices is not None:
-            orders.recut(self._slices.count)
-            sizes = self._slices.sizes
         widths = orders.widths
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -534,6 +531,9 @@ class ForwardBackward:
         """Runs all actions of the step, and cleans up even after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
+        if self._slices is not None:
+            self.orders.recut(self._slices.count)
+            sizes = self._slices.sizes
         try:
             with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
                 self._executor.run(

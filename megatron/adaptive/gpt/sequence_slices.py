@@ -40,7 +40,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.adaptive.config.sequence_slices import Cut, Piece, SliceRule
+from megatron.adaptive.config.sequence_slices import Cut, DocumentPart, SliceRule
 from megatron.adaptive.errors import ConfigError
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -222,7 +222,7 @@ class SequenceSlices:
         self._rule = rule
         self._cuts: list[Cut] = []
         self.count = len(ends)
-        self._pieces: list[Piece] = []
+        self._pieces: list[DocumentPart] = []
         self._positions: torch.Tensor | None = None
         self._key = (-1, -1)
         self._kept: dict[tuple[int, int], dict[tuple[int, int], KeysAndValues]] = {}
@@ -397,7 +397,7 @@ class SequenceSlices:
     def _continue(
         self,
         call: Attention,
-        piece: Piece,
+        piece: DocumentPart,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
