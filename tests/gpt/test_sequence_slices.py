@@ -38,6 +38,13 @@ BOUNDED = (
     f"{WINDOWS} --attention-softcap 2 --window-rotary-base 100 --norm-block-outputs "
     "--calculate-per-token-loss"
 )
+LATENT = (
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 16 "
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 4 "
+    "--moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-token-dispatcher-type alltoall"
+)
 DOCUMENTS = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
 PACKED = "--variable-seq-lengths --micro-batch-size 1 --global-batch-size 12"
 ROWS = f"{LLAMA} --variable-seq-lengths --global-batch-size 8"
@@ -102,7 +109,7 @@ def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
         assert float((value - wanted).norm()) <= rel * float(wanted.norm())
 
 
-@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS], ids=range(5))
+@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS, LATENT], ids=range(6))
 def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
     _, expected = train(model)
     for count, options in (
@@ -112,22 +119,38 @@ def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
         (16, ""),
         (7, f"{SPLIT} {FULL}"),
         (3, "--pipeline-schedule seq-1f1b"),
-    ):
+    )[: 3 if model == LATENT else None]:
         _, seen = train(f"{model} {options} --sequence-slices {count}")
         assert_close(seen, expected)
 
 
-@pytest.mark.parametrize(
-    "model", [f"{PACKED} {LLAMA} {FUSED}", f"{PACKED} {BOUNDED}", PACKED, ROWS], ids=range(4)
+PACK = "--pack-to 300"
+CUTS = (
+    f"{PACK} --sequence-slices 3 {SPLIT}",
+    f"{PACK} --sequence-slices 16 {FULL}",
+    f"--slice-tokens 48 {SPLIT}",
+    "--slice-tokens 500",
+    f"--slice-tokens 20 {FULL}",
+    f"--slice-tokens 100 {SELECTIVE}",
 )
-def test_slices_of_documents_equal_whole_microbatches(train: Train, model: str) -> None:
-    whole = "" if model == ROWS else "--pack-to 300"
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "cuts"),
+    [
+        (f"{PACKED} {LLAMA} {FUSED}", PACK, CUTS),
+        (f"{PACKED} {BOUNDED}", PACK, CUTS),
+        (PACKED, PACK, CUTS[1:4]),
+        (f"{PACKED} {LATENT} --rope-type yarn", "", (f"--slice-tokens 48 {FULL}",)),
+        (ROWS, "", ("--sequence-slices 3", f"--sequence-slices 16 {FULL}")),
+    ],
+    ids=range(5),
+)
+def test_slices_of_documents_equal_whole_microbatches(
+    train: Train, model: str, whole: str, cuts: tuple[str, ...]
+) -> None:
     _, expected = train(f"{model} {whole}")
-    cases = [f"{whole} --sequence-slices 3 {SPLIT}", f"{whole} --sequence-slices 16 {FULL}"]
-    if model != ROWS:
-        cases += [f"--slice-tokens 48 {SPLIT}", "--slice-tokens 500"]
-        cases += [f"--slice-tokens 20 {FULL}", f"--slice-tokens 100 {SELECTIVE}"]
-    for flags in cases:
+    for flags in cuts:
         _, seen = train(f"{model} {flags}")
         assert_close(seen, expected)
 

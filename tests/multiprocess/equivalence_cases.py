@@ -53,6 +53,7 @@ LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
 # Three of four layers see the last tokens alone; the window is longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
+LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers see the last tokens alone.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
@@ -97,6 +98,7 @@ MODEL_NAMES = {
     MODERN_LONG: "modern-long",
     WINDOWS_LONG: "windows-long",
     GEMMA_LONG: "gemma-long",
+    LATENT_LONG: "latent-long",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -400,6 +402,8 @@ SLICED = (
     Case("adaptive", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("adaptive", tp=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 32 {SEQUENCE} {RECOMPUTE}"),
     Case("adaptive", dp=2, model=LENGTHS, extra=f"{TOKENS} 24 --overlap-grad-reduce"),
+    Case("adaptive", pp=2, model=LATENT_LONG, extra=f"{SLICES} 3 {EXCHANGE}"),
+    Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
 )

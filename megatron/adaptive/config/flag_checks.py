@@ -95,15 +95,21 @@ balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     ddp_average_in_collective pipeline_schedule=file,megatron
     | it gives every replica the same number of microbatches
 slice_tokens excludes sequence_slices pack_to | it decides how many slices and tokens a row has
-slice_tokens+variable_seq_lengths excludes micro_batch_size>1 multi_latent_attention
-    | a microbatch is one row of documents, with plain attention
+slice_tokens+variable_seq_lengths excludes micro_batch_size>1
+    | a microbatch is one row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens
     | every rank takes an equal share of each slice
 sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
-sequence_slices slice_tokens excludes context_parallel_size>1 multi_latent_attention mtp_num_layers
-    num_moe_experts sample_prompt stage_data_parallel_sizes
+sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
+    sample_prompt stage_data_parallel_sizes overlap_moe_expert_parallel_comm
     | slices of sequences do not work with it
+num_moe_experts+sequence_slices num_moe_experts+slice_tokens
+    needs moe_router_load_balancing_type=none
+    | balancing losses are of whole microbatches, not of slices
+num_moe_experts+sequence_slices num_moe_experts+slice_tokens
+    excludes moe_z_loss_coeff moe_expert_capacity_factor
+    | they look at all tokens of a microbatch, not of a slice
 sequence_slices slice_tokens excludes record_schedule replay_schedule repartition
     balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam

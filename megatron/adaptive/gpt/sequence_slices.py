@@ -331,15 +331,17 @@ class SequenceSlices:
             return inputs, {**options, "offset": pieces[0].start - pieces[0].begin}
         return (self._longest, *inputs[1:]), options
 
-    def _pick_positions(self, _module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
         """Takes the rotation of each token's position in its document."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
+        rotation, *more = output if isinstance(output, tuple) else (output,)
         if self._positions is None:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
-            self._positions = torch.cat(ranges).to(output.device)
-        return output[self._positions]
+            self._positions = torch.cat(ranges).to(rotation.device)
+        picked = rotation[self._positions]
+        return (picked, *more) if more else picked  # YaRN returns a factor, too
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
