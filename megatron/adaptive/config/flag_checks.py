@@ -110,7 +110,9 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
     | they look at all tokens of a microbatch, not of a slice
-sequence_slices slice_tokens excludes record_schedule replay_schedule repartition
+slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
+    | the number of slices differs between steps
+sequence_slices excludes record_schedule replay_schedule repartition
     balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
