@@ -237,7 +237,7 @@ class Orders:
             return self._chosen.cap
         if self.widths is not None:
             return unequal_widths.default_cap(self.widths, self.pp_rank, num_microbatches)
-        return default_cap(self.placement, num_microbatches)
+        return default_cap(self.placement, num_microbatches, len(self._shares))
 
     def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         takes_size = self._spec is not None and self._spec.takes_group_size
