@@ -8,12 +8,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.training.profile_run import (  # noqa: E402
-    Figures,
-    ProfileOptions,
-    _config,
-    layer_sample,
-)
+from megatron.adaptive.training.profile_run import Figures, ProfileOptions, _config, layer_sample  # noqa: E402
 
 
 def stage(forward_s: float, parameters: float = 10.0) -> Figures:

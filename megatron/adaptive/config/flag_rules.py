@@ -75,10 +75,14 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwards
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forwards
-sequence_slices slice_tokens needs pipeline_schedule={
+sequence_slices needs pipeline_schedule={
         names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
     }
     | the others order whole microbatches
+slice_tokens needs pipeline_schedule={
+        names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
+    }
+    | the others order whole microbatches, or a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}
     | the others never start an action while another runs
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
