@@ -209,8 +209,8 @@ def test_windows_keep_what_later_slices_see(train: Train) -> None:
     run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
     slices = run.slices
     assert slices is not None
-    # Of 64 tokens of a slice the two layers with a window keep 40, and the third keeps all; two
-    # samples, keys and values of two groups of 8.
+    # The two layers with a window keep 40 of a slice's 64 tokens, and the third keeps all. There
+    # are two samples, and keys and values of two groups of 8.
     assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
     run, _ = train(f"{WINDOWS} --sequence-slices 4")
     assert run.slices is not None

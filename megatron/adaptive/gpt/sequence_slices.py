@@ -26,8 +26,9 @@ evaluation they are dropped once the window has passed. Without recomputation, b
 all keys anyway, and the buffer holds them once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only those that lie over several slices
-have buffers. A slice attends to the earlier tokens of the document that goes on, and computes the
-documents that lie in it as whole ones. Positions count from the document's begin.
+have buffers. A slice attends to the earlier tokens of the document in which it begins. Documents
+that lie in a single slice are computed as without slices. Positions count from a document's first
+token.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        if not earlier:  # the document's first slice, whose backward pass is the last one
+        if not start:  # no backward pass of the document is left
             self._buffers = []
+        if not earlier:
             return complete
         if later is None or later_first > first:
             wider = [
@@ -138,8 +140,8 @@ class KeysAndValues:
                 for part in complete
             ]
             for whole, gathered in zip(wider, later or (), strict=False):
-                place = whole[max(0, later_first - first) :]
-                place += gathered[: len(place)]
+                overlap = whole[max(0, later_first - first) :]
+                overlap += gathered[: len(overlap)]
             later = wider
         self._gathered = [gathered[:earlier] for gathered in later]
         self._gathered_first = first
@@ -181,25 +183,25 @@ class LastKeysAndValues(KeysAndValues):
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         end = start + len(parts[0])
         begin = max(start, end - self._window)
-        earlier = [(at, kept) for at, kept in self._parts.items() if at < start]
+        earlier = [(position, kept) for position, kept in self._parts.items() if position < start]
         if begin not in self._parts:
             self._parts[begin] = [part[begin - start :].detach().clone() for part in parts]
         if self._forgets:
-            for at, kept in earlier:
-                if at + len(kept[0]) <= end - self._window:
-                    del self._parts[at]
+            for position, kept in earlier:
+                if position + len(kept[0]) <= end - self._window:
+                    del self._parts[position]
         seen = [
-            [part[max(0, first - at) :] for part in kept]
-            for at, kept in earlier
-            if at + len(kept[0]) > first
+            [part[max(0, first - position) :] for part in kept]
+            for position, kept in earlier
+            if position + len(kept[0]) > first
         ]
         return [torch.cat(each) for each in zip(*seen, parts, strict=True)]
 
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        for at in [at for at in self._parts if at >= start]:
-            del self._parts[at]
+        for position in [position for position in self._parts if position >= start]:
+            del self._parts[position]
         return super().exchange(first, start, gradients)
 
 
@@ -382,8 +384,8 @@ class SequenceSlices:
         outputs = []
         for is_whole, group in groupby(pieces, lambda piece: piece.is_whole):
             parts = list(group)
-            place = slice(parts[0].start - origin, parts[-1].end - origin)
-            tensors = query[place], key[place], value[place]
+            tokens = slice(parts[0].start - origin, parts[-1].end - origin)
+            tensors = query[tokens], key[tokens], value[tokens]
             if len(parts) > 1 and is_whole:
                 lengths = [piece.end - piece.start for piece in parts]
                 outputs.append(call.attend_documents(*tensors, lengths))
@@ -391,8 +393,8 @@ class SequenceSlices:
                 outputs.append(call.attend(*tensors))
             else:
                 for piece in parts:
-                    place = slice(piece.start - origin, piece.end - origin)
-                    tensors = query[place], key[place], value[place]
+                    tokens = slice(piece.start - origin, piece.end - origin)
+                    tensors = query[tokens], key[tokens], value[tokens]
                     outputs.append(self._continue(call, piece, *tensors))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
