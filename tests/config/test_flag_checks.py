@@ -47,10 +47,12 @@ BROKEN = """\
 --sequence-slices 2 --pipeline-schedule auto => --sequence-slices 2 | auto | adaptive | seq-1f1b
 --sequence-slices 2 --context-parallel-size 2 @2
     => --sequence-slices 2 | --context-parallel-size 2 | slices of sequences
---sequence-slices 2 --num-experts 4 => --sequence-slices 2 | --num-experts 4
---sequence-slices 2 --multi-latent-attention => --sequence-slices 2 | --multi-latent-attention
---sequence-slices 2 --variable-seq-lengths => --sequence-slices 2 | --variable-seq-lengths
+--sequence-slices 2 --num-experts 4
+    => --sequence-slices 2 | --num-experts 4 | --moe-router-load-balancing-type none | whole
+--sequence-slices 2 --num-experts 4 --moe-router-load-balancing-type none --moe-z-loss-coeff 0.1
+    => --num-experts 4 | --sequence-slices 2 | --moe-z-loss-coeff 0.1
 --sequence-slices 2 --record-schedule x => --sequence-slices 2 | --record-schedule x
+--slice-tokens 16 --record-schedule x => --slice-tokens 16 | --record-schedule x | between steps
 --use-distributed-optimizer --optimizer sgd => --optimizer sgd | adam
 --overlap-param-gather => --overlap-param-gather | --use-distributed-optimizer
 --overlap-param-gather --use-distributed-optimizer => --overlap-param-gather | --overlap-grad-reduce

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, slice_ends
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, SliceRule, least_row, slice_ends
 from megatron.adaptive.errors import ConfigError
 
 
@@ -46,6 +46,83 @@ def test_slices_cost_the_same(share: float) -> None:
     ends = slice_ends(64_000, 8, 1, share)
     costs = [cost(b, 64_000, share) - cost(a, 64_000, share) for a, b in pairwise((0, *ends))]
     assert costs == pytest.approx([1 / 8] * 8, rel=1e-3)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30),
+    slices=st.integers(1, 12),
+    tokens=st.none() | st.sampled_from([16, 64, 512]),
+    multiple=st.sampled_from([1, 2, 8]),
+    pair_cost=st.floats(0, 0.1),
+)
+def test_slices_hold_every_token_of_every_document(
+    lengths: list[int], slices: int, tokens: int | None, multiple: int, pair_cost: float
+) -> None:
+    rule = SliceRule(
+        slices=slices, tokens=tokens, multiple=multiple, pair_cost=pair_cost, is_packed=True
+    )
+    unit = tokens or multiple
+    width = -(-max(sum(lengths), least_row(slices, multiple)) // unit) * unit
+    cut = rule.cut(width, lengths)
+    assert cut.ends[-1] == width
+    sizes = [end - start for start, end in pairwise((0, *cut.ends))]
+    assert min(sizes) >= LEAST_TOKENS
+    assert max(sizes) <= rule.most_tokens(width, max(*lengths, width - sum(lengths)))
+    assert all(size % multiple == 0 for size in sizes)
+    assert len(sizes) == slices if tokens is None else set(sizes) == {tokens}
+    parts = [part for index in range(len(sizes)) for part in cut.pieces(index)]
+    # Parts follow each other, and those of a document add up to it.
+    assert all(before.end == after.start for before, after in pairwise(parts))
+    begins = [part.begin for part in parts if part.start == part.begin]
+    ends = [part.close for part in parts if part.end == part.close]
+    of_documents = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    assert of_documents[: len(lengths)] == lengths
+    assert tokens is None or max([0, *of_documents[len(lengths) :]]) <= tokens
+    kept = sum(cut.kept_tokens(index) for index in range(len(sizes)))
+    assert kept == sum(part.end - part.start for part in parts if not part.is_whole)
+
+
+def test_slices_of_documents_cost_the_same() -> None:
+    lengths = [40_000, 100, 20_000, 3_900]
+    cut = SliceRule(slices=8, pair_cost=1e-4, is_packed=True).cut(64_000, lengths)
+
+    def cost_of(index: int) -> float:
+        def until(tokens: int) -> float:
+            return tokens + 1e-4 * tokens**2
+
+        parts = cut.pieces(index)
+        return sum(until(p.end - p.begin) - until(p.start - p.begin) for p in parts)
+
+    costs = [cost_of(index) for index in range(8)]
+    assert costs == pytest.approx([sum(costs) / 8] * 8, rel=1e-3)
+
+
+LENGTHS = "--variable-seq-lengths --slice-tokens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--slice-tokens 8", "8 is too small, give at least 16"),
+        ("--slice-tokens 64 --sequence-slices 2", "exclude each other"),
+        (f"{LENGTHS} 64 --pack-to 4096", "exclude each other"),
+        (f"{LENGTHS} 64 --micro-batch-size 2", "exclude each other"),
+        (
+            f"{LENGTHS} 18 --tensor-model-parallel-size 4 --sequence-parallel",
+            "--slice-tokens 18 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "the others order whole microbatches"),
+    ],
+)
+def test_what_does_not_go_with_a_length_of_slices_is_refused(flags: str, message: str) -> None:
+    base = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 "
+        "--global-batch-size 8 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64 "
+        "--max-position-embeddings 4096 --seq-length 4096"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(f"{base} {flags}".split(), world_size=4, last_wins=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_share_of_attention_follows_the_model() -> None:

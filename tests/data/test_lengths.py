@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
-from megatron.adaptive.data.loader import Batching, Deal, MicrobatchLoader, first_fit
+from megatron.adaptive.data.loader import (
+    Batching,
+    Deal,
+    LengthMicrobatches,
+    MicrobatchLoader,
+    first_fit,
+    most_slices,
+)
 from megatron.adaptive.data.tokenizer import NullTokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -45,6 +53,34 @@ def test_rows_hold_every_sample_once_and_no_more_than_fits(unit: int) -> None:
         assert max(sum(lengths[n] for n in row) for row in rows) <= 10
         assert len(rows) <= -(-(11 / 9 * sum(lengths) / 5 + 1) // unit) * unit
     assert first_fit([7, 3, 9, 2, 5, 4], 10) == [[0, 1], [2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_rows_of_slices_are_equal_and_hold_the_longest_document(replicas: int) -> None:
+    rng = np.random.default_rng(5)
+    for tokens in (16, 100, 700):
+        lengths = np.clip(rng.lognormal(4.0, 1.5, 96), 1, 1750).astype(int).tolist()
+        batching = Batching(micro_batch_size=1, varies=True, replicas=replicas, slice_tokens=tokens)
+        steps = [LengthMicrobatches(lengths, batching, rank, None) for rank in range(replicas)]
+        sizes = {size for step in steps for size in step.sizes}
+        assert len(sizes) == 1
+        width = sizes.pop()
+        slices, rest = divmod(width, tokens)
+        least = -(-max(lengths) // tokens)
+        assert not rest
+        assert least <= slices <= most_slices(least)
+        rows = [row for step in steps for _, *row in step.contents]
+        assert sorted(length for row in rows for length in row) == sorted(lengths)
+        assert len(rows) == steps[0].load.num_microbatches
+        # Rows that are just long enough have no less padding.
+        exact = replace(batching, slice_tokens=None, pack_to=least * tokens)
+        assert len(rows) * slices <= len(exact.plan(lengths)) * least
+
+
+def test_microbatches_tell_their_positions() -> None:
+    batching = Batching(micro_batch_size=2, varies=True, replicas=1, multiple=4, shortest=8)
+    step = LengthMicrobatches([3, 9, 1, 2], batching, 0, None)
+    assert step.sizes == (24, 16)  # rows are padded to 12 and to the least, 8
 
 
 def test_too_few_samples_for_every_replica_are_refused() -> None:

@@ -124,6 +124,25 @@ def test_slices_are_items_of_a_step() -> None:
     assert orders.state(2, forward_only=True).num_items == 6
 
 
+def test_the_number_of_slices_may_change_between_steps() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1, kind="loop")
+    shares = [1 / 4] * 4
+    orders = Orders(
+        schedule="adaptive", placement=placement, pp_rank=0, cap=1.0, slice_shares=shares
+    )
+    assert orders.candidate(3).num_slices == 4
+    policy = orders.policy(3, forward_only=False)
+    orders.recut(2)
+    assert orders.candidate(3).num_slices == 2
+    assert orders.policy(3, forward_only=False) is not policy
+    # The cap is that of the largest microbatch, whose slices have sizes of their own.
+    state = orders.state(3, forward_only=False, sizes=[10.0, 20.0, 60.0, 60.0, 10.0, 20.0])
+    assert (state.num_items, state.cap) == (6, 2.0)
+    orders.recut(4)
+    assert orders.policy(3, forward_only=False) is policy
+    assert orders.state(3, forward_only=False).num_items == 12
+
+
 def test_channels_hold_what_the_hungriest_rank_of_unequal_stages_keeps() -> None:
     def inputs_in_flight(count: int, schedule: str = "adaptive", cap: float | None = None) -> int:
         placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))

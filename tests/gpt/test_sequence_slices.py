@@ -18,7 +18,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 from megatron.adaptive.gpt.attention import attend_to_earlier  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
-from megatron.adaptive.gpt.sequence_slices import SequenceSlices  # noqa: E402
+from megatron.adaptive.gpt.sequence_slices import LastKeysAndValues, SequenceSlices  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
@@ -38,7 +38,16 @@ BOUNDED = (
     f"{WINDOWS} --attention-softcap 2 --window-rotary-base 100 --norm-block-outputs "
     "--calculate-per-token-loss"
 )
+LATENT = (
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 16 "
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 4 "
+    "--moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-token-dispatcher-type alltoall"
+)
 DOCUMENTS = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
+PACKED = "--variable-seq-lengths --micro-batch-size 1 --global-batch-size 12"
+ROWS = f"{LLAMA} --variable-seq-lengths --global-batch-size 8"
 FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
@@ -78,14 +87,15 @@ def train() -> Iterator[Train]:
         step = Step(run)
         loader = make_loader(run, run.samples.train, 0)
         assert loader is not None
-        evaluated = step.evaluate(make_loader(run, run.samples.valid, 0), 1, 2)["lm loss"]
+        count = config.num_microbatches
+        evaluated = step.evaluate(make_loader(run, run.samples.valid, 0), 1, count)["lm loss"]
         gradients: list[torch.Tensor] = []
 
         def keep() -> None:
             weights: Any = [weight for chunk in run.chunks for weight in chunk.parameters()]
             gradients.extend(weight.main_grad.clone() for weight in weights)
 
-        result = step.train(loader.step(2), 2, 1, before_update=keep)
+        result = step.train(loader.step(count), count, 1, before_update=keep)
         assert result.grad_norm is not None
         return run, Numbers(evaluated, result.losses["lm loss"], result.grad_norm, gradients)
 
@@ -99,7 +109,7 @@ def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
         assert float((value - wanted).norm()) <= rel * float(wanted.norm())
 
 
-@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS], ids=range(5))
+@pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS, LATENT], ids=range(6))
 def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
     _, expected = train(model)
     for count, options in (
@@ -109,8 +119,39 @@ def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
         (16, ""),
         (7, f"{SPLIT} {FULL}"),
         (3, "--pipeline-schedule seq-1f1b"),
-    ):
+    )[: 3 if model == LATENT else None]:
         _, seen = train(f"{model} {options} --sequence-slices {count}")
+        assert_close(seen, expected)
+
+
+PACK = "--pack-to 300"
+CUTS = (
+    f"{PACK} --sequence-slices 3 {SPLIT}",
+    f"{PACK} --sequence-slices 16 {FULL}",
+    f"--slice-tokens 48 {SPLIT}",
+    "--slice-tokens 500",
+    f"--slice-tokens 20 {FULL}",
+    f"--slice-tokens 100 {SELECTIVE}",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "cuts"),
+    [
+        (f"{PACKED} {LLAMA} {FUSED}", PACK, CUTS),
+        (f"{PACKED} {BOUNDED}", PACK, CUTS),
+        (PACKED, PACK, CUTS[1:4]),
+        (f"{PACKED} {LATENT} --rope-type yarn", "", (f"--slice-tokens 48 {FULL}",)),
+        (ROWS, "", ("--sequence-slices 3", f"--sequence-slices 16 {FULL}")),
+    ],
+    ids=range(5),
+)
+def test_slices_of_documents_equal_whole_microbatches(
+    train: Train, model: str, whole: str, cuts: tuple[str, ...]
+) -> None:
+    _, expected = train(f"{model} {whole}")
+    for flags in cuts:
+        _, seen = train(f"{model} {flags}")
         assert_close(seen, expected)
 
 
@@ -153,7 +194,7 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     slices.begin(0, 0)
     assert list(slices.buffers()) == []
     # Keys and values of 3 layers, 2 samples, 256 tokens and a width of 32.
-    assert slices.kept_bytes(0) == 2 * 3 * 2 * 256 * 32 * 4
+    assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
     assert cut < whole  # slices hold fewer scores than a whole sequence
@@ -162,6 +203,50 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     forward_backward = run.forward_backward
     sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
     assert all(after > before > 0 for before, after in itertools.pairwise(sizes))
+
+
+def test_windows_keep_what_later_slices_see(train: Train) -> None:
+    run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
+    slices = run.slices
+    assert slices is not None
+    # The two layers with a window keep 40 of a slice's 64 tokens, and the third keeps all. There
+    # are two samples, and keys and values of two groups of 8.
+    assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
+    run, _ = train(f"{WINDOWS} --sequence-slices 4")
+    assert run.slices is not None
+    assert run.slices.kept_bytes(0, 0) == 3 * 64 * 2 * 2 * 16 * 4
+
+
+def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
+    like = [torch.zeros(32, 1, 2, 8)] * 2
+    kept = LastKeysAndValues(like, 40, forgets=True)
+    whole = torch.arange(128.0).view(128, 1, 1, 1).expand(128, 1, 2, 8)
+    for start in range(0, 128, 32):
+        first = max(0, start - 40)
+        seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
+        assert torch.equal(seen, whole[first : start + 32])
+        # No more than the window, and what a slice holds beside it.
+        assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
+
+
+def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
+    run, _ = train(f"{PACKED} {LLAMA} --slice-tokens 64")
+    slices = run.slices
+    assert slices is not None
+    assert slices.sizes is not None
+    assert set(slices.sizes) == {64}
+    cuts = [slices._cut(item // slices.count) for item in range(len(slices.sizes))]
+    tokens = [cut.kept_tokens(item % slices.count) for item, cut in enumerate(cuts)]
+    assert 0 < sum(tokens) < 64 * len(tokens)
+    forward_backward: Any = run.forward_backward
+    (nbytes,) = forward_backward.activation_bytes()
+    assert nbytes > 0
+
+
+def test_the_cap_counts_positions_of_unequal_microbatches(train: Train) -> None:
+    run, _ = train(f"{PACKED} --pack-to 300")
+    forward_backward: Any = run.forward_backward
+    assert forward_backward._mean_size not in (0.0, 1.0)
 
 
 def test_another_attention_is_refused_by_its_layer(train: Train) -> None:

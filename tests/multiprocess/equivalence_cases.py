@@ -53,6 +53,7 @@ LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
 # Three of four layers see the last tokens alone; the window is longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
+LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers see the last tokens alone.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
@@ -97,6 +98,7 @@ MODEL_NAMES = {
     MODERN_LONG: "modern-long",
     WINDOWS_LONG: "windows-long",
     GEMMA_LONG: "gemma-long",
+    LATENT_LONG: "latent-long",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -380,7 +382,7 @@ BY_KERNELS = (
     Case("zb-h1", tp=2, pp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
-SLICES = "--sequence-slices"
+SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
 # Sequences cut into slices, under the rules and the fixed order that take them.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
@@ -396,6 +398,14 @@ SLICED = (
     Case("adaptive", pp=2, dp=2, model=LONG, extra=f"{SLICES} 4 --overlap-grad-reduce"),
     Case("adaptive", tp=2, pp=2, chunks=2, model=WINDOWS_LONG, extra=f"{SLICES} 4 {V} {SEQUENCE}"),
     Case("adaptive", pp=4, chunks=2, model=MODERN_LONG, extra=f"{SLICES} 4 {V} --activation-cap 1"),
+    Case("adaptive", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK} --transport tcp"),
+    Case("adaptive", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
+    Case("adaptive", tp=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 32 {SEQUENCE} {RECOMPUTE}"),
+    Case("adaptive", dp=2, model=LENGTHS, extra=f"{TOKENS} 24 --overlap-grad-reduce"),
+    Case("adaptive", pp=2, model=LATENT_LONG, extra=f"{SLICES} 3 {EXCHANGE}"),
+    Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
+    Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
+    Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
 )
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
@@ -493,6 +503,14 @@ _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until
 RESUMED = (
     *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
     dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
+)
+# Stopped with four slices, gone on with three, and then with whole microbatches.
+_FOUR = Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 4", until=1)
+_THREE = dataclasses.replace(_FOUR, extra=f"{SLICES} 3", until=2, after=_FOUR)
+SLICED_ANEW = (
+    dataclasses.replace(_FOUR, extra="", until=STEPS),
+    *(_FOUR, _THREE),
+    dataclasses.replace(_FOUR, extra="", until=STEPS, after=_THREE),
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),

@@ -52,6 +52,7 @@ from .equivalence_cases import (
     SHAPES,
     SHORT_STEPS,
     SLICED,
+    SLICED_ANEW,
     SPREAD_ANEW,
     STEPS,
     TODAY,
@@ -173,6 +174,13 @@ def test_predicting_layers_go_on_from_a_checkpoint(
     cases: tuple[Case, ...], outcome: Outcome
 ) -> None:
     require_same_steps(cases, outcome, "predicted loss")
+
+
+@pytest.mark.parametrize("cases", [SLICED_ANEW], ids=["4-3-1"])
+def test_a_checkpoint_goes_on_with_another_number_of_slices(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    require_same_steps(cases, outcome)
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)

@@ -8,7 +8,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.training.profile_run import Figures, layer_sample  # noqa: E402
+from megatron.adaptive.training.profile_run import Figures, ProfileOptions, _config, layer_sample  # noqa: E402
 
 
 def stage(forward_s: float, parameters: float = 10.0) -> Figures:
@@ -27,3 +27,13 @@ def test_noise_does_not_make_a_layer_free() -> None:
     layer = layer_sample(stage(0.9), stage(0.6))
     assert layer["forward_s"] == pytest.approx(0.1)
     assert layer["launch_s"] == pytest.approx(0.8)
+
+
+def test_layers_are_measured_whole_if_a_run_has_slices() -> None:
+    model = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 256 "
+        "--max-position-embeddings 256 --vocab-size 100"
+    )
+    for slices in ("--slice-tokens 64", "--sequence-slices 4"):
+        options = ProfileOptions(name="small", arguments=tuple(f"{model} {slices}".split()))
+        assert not _config(options, 1, 2, 1).cuts_sequences

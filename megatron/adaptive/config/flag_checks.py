@@ -94,10 +94,24 @@ balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
     | it gives every replica the same number of microbatches
-sequence_slices needs transformer_impl=local | only local layers attend to earlier slices
-sequence_slices excludes context_parallel_size>1 multi_latent_attention mtp_num_layers
-    num_moe_experts variable_seq_lengths sample_prompt stage_data_parallel_sizes
+slice_tokens excludes sequence_slices pack_to | it decides how many slices and tokens a row has
+slice_tokens+variable_seq_lengths excludes micro_batch_size>1
+    | a microbatch is one row of documents
+sequence_parallel+tensor_model_parallel_size divides slice_tokens
+    | every rank takes an equal share of each slice
+sequence_slices slice_tokens needs transformer_impl=local
+    | only local layers attend to earlier slices
+sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
+    sample_prompt stage_data_parallel_sizes overlap_moe_expert_parallel_comm
     | slices of sequences do not work with it
+num_moe_experts+sequence_slices num_moe_experts+slice_tokens
+    needs moe_router_load_balancing_type=none
+    | balancing losses are of whole microbatches, not of slices
+num_moe_experts+sequence_slices num_moe_experts+slice_tokens
+    excludes moe_z_loss_coeff moe_expert_capacity_factor
+    | they look at all tokens of a microbatch, not of a slice
+slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
+    | the number of slices differs between steps
 sequence_slices excludes record_schedule replay_schedule repartition
     balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
@@ -372,13 +386,13 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
 def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
     """Yields checks of settings for packed documents."""
     parallel = config.parallel
-    pack = config.data.pack_to
-    if pack is None:
+    if not config.packs_documents:
         return
+    packing = flags.slice_tokens if config.data.pack_to is None else flags.pack_to
     unit = parallel.data_parallel_size * config.microbatch_group
     yield (
         any(size % unit for size in config.batch.batch_sizes()),
-        f"{flags.global_batch_size} with {flags.pack_to} and {flags.pipeline_schedule}: it must be "
+        f"{flags.global_batch_size} with {packing} and {flags.pipeline_schedule}: it must be "
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
     )

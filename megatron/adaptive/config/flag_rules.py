@@ -79,6 +79,10 @@ sequence_slices needs pipeline_schedule={
         names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
     }
     | the others order whole microbatches
+slice_tokens needs pipeline_schedule={
+        names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
+    }
+    | the others order whole microbatches, or a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}
     | the others never start an action while another runs
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall

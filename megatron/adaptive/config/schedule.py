@@ -20,7 +20,7 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, selectable_names
-from megatron.adaptive.config.sequence_slices import SLICE_CUTS
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, SLICE_CUTS
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
@@ -302,6 +302,12 @@ class ScheduleConfig:
         "are few microbatches.",
         1,
         unit="SLICES",
+    )
+    slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
+        "Number of tokens in each slice, instead of a number of slices. With "
+        "--variable-seq-lengths, documents are packed into rows of whole slices, as long as the "
+        "longest document of the step needs.",
+        unit="TOKENS",
     )
     slice_cut: str = flag(
         "Way to cut sequences: into slices of equal cost, which become shorter because later ones "

@@ -11,6 +11,12 @@ So slices of equal length cost more towards the end, and slices of equal cost be
     equal-length    |    |    |    |    |     4 slices
     equal-cost      |       |    |   |  |
 
+A microbatch may be one row of several documents. Its slices end anywhere: a document may lie over
+several slices, and a slice may hold several documents::
+
+    documents       |    a    | b |       c       |d| e |
+    slices of T     |      |      |      |      |      |      a: 0, 1   b: 1, 2   c: 2, 3, 4
+
 Only the positions of the cuts are computed here. ``gpt/sequence_slices.py`` cuts tensors, and keeps
 the keys and values that later slices of a sequence need.
 
@@ -20,8 +26,12 @@ the same, by a count of floating-point operations.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from megatron.adaptive.errors import ConfigError
 
@@ -55,6 +65,171 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
         else 0.0
         for part in parts
     )
+
+
+class DocumentPart(NamedTuple):
+    """Part of a document that lies in a slice; all fields are positions in the microbatch's row.
+
+    Attributes:
+        begin: Position of the document's first token.
+        start: Position of the part's first token.
+        end: Position after the part's last token.
+        close: Position after the document's last token.
+    """
+
+    begin: int
+    start: int
+    end: int
+    close: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole document."""
+        return self.start == self.begin and self.end == self.close
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Holds where a microbatch is cut.
+
+    Attributes:
+        ends: Position after the last token of each slice, ascending.
+        documents: Position after the last token of each document of the row, ascending; empty if
+            the row is one document.
+    """
+
+    ends: tuple[int, ...]
+    documents: tuple[int, ...] = ()
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Returns the positions of a slice's first token and after its last token."""
+        return (self.ends[index - 1] if index else 0), self.ends[index]
+
+    def pieces(self, index: int) -> list[DocumentPart]:
+        """Returns the parts of documents that lie in a slice, in order."""
+        start, end = self.bounds(index)
+        closes = self.documents or self.ends[-1:]
+        number = bisect.bisect_right(closes, start)
+        begin = closes[number - 1] if number else 0
+        pieces = []
+        for close in itertools.islice(closes, number, None):
+            pieces.append(DocumentPart(begin, max(begin, start), min(close, end), close))
+            if close >= end:
+                break
+            begin = close
+        return pieces
+
+    def kept_tokens(self, index: int) -> int:
+        """Returns the number of a slice's tokens whose documents lie over several slices."""
+        parts = self.pieces(index)
+        return sum(part.end - part.start for part in parts if not part.is_whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceRule:
+    """Decides where microbatches of different lengths are cut.
+
+    Attributes:
+        slices: Number of slices of each microbatch, unless ``tokens`` is given.
+        tokens: Number of tokens of each slice; ``None`` for ``slices`` slices.
+        multiple: Number that divides the length of each slice.
+        pair_cost: Cost of attention per token and token of its document, relative to all else that
+            is computed for a token; 0 for slices of equal length.
+        is_packed: Whether a microbatch is one row of several documents.
+    """
+
+    slices: int
+    tokens: int | None = None
+    multiple: int = 1
+    pair_cost: float = 0.0
+    is_packed: bool = False
+
+    def cut(self, width: int, documents: Sequence[int] = ()) -> Cut:
+        """Returns where a microbatch is cut.
+
+        Padding at the end of a packed row counts as documents of at most ``tokens`` tokens.
+
+        Args:
+            width: Number of tokens in a row of the microbatch, including padding.
+            documents: Number of tokens of each document in the row, without padding; not used
+                unless documents are packed.
+        """
+        closes = _closes(width, documents, self.tokens) if self.is_packed else ()
+        if self.tokens is not None:
+            return Cut(tuple(range(self.tokens, width + 1, self.tokens)), closes)
+        borders = (0, *(closes or (width,)))
+        lengths = [end - start for start, end in itertools.pairwise(borders)]
+        points = _points_of_documents(lengths, self.slices, self.pair_cost)
+        return Cut(_rounded(points, width, self.multiple), closes)
+
+    def most_tokens(self, width: int, longest: int) -> int:
+        """Returns a number of tokens that no slice exceeds.
+
+        Args:
+            width: Largest number of tokens in a row of a microbatch.
+            longest: Largest number of tokens in a document.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        # No token costs less than 1, and a slice costs a part of the whole row.
+        share = width * (1 + self.pair_cost * longest) / self.slices
+        least = LEAST_TOKENS + 2 * self.multiple
+        return min(width, max(least, math.ceil(share) + self.multiple))
+
+
+def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
+    """Returns the position after each document of a packed row, and after each part of padding."""
+    closes = list(itertools.accumulate(documents))
+    while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
+        closes.append((closes[-1] // tokens + 1) * tokens)
+    return tuple(closes) if closes[-1] == width else (*closes, width)
+
+
+def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: float) -> list[float]:
+    """Returns the positions between slices of equal cost, in a row of documents.
+
+    The first ``x`` tokens of a document cost ``x + pair_cost x^2``.
+
+    Args:
+        lengths: Number of tokens of each document.
+        num_slices: Number of slices, at least 1.
+        pair_cost: Cost of attention, as in :class:`SliceRule`.
+    """
+    costs = [length + pair_cost * length * length for length in lengths]
+    ends = list(itertools.accumulate(costs))
+    begins = [0, *itertools.accumulate(lengths)]
+    points = []
+    for number in range(1, num_slices):
+        target = ends[-1] * number / num_slices
+        index = min(bisect.bisect_left(ends, target), len(costs) - 1)
+        left = target - (ends[index] - costs[index])
+        points.append(begins[index] + 2 * left / (1 + math.sqrt(1 + 4 * pair_cost * left)))
+    return points
+
+
+def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, ...]:
+    """Rounds positions of cuts to multiples, so that no slice is shorter than the least."""
+    blocks = length // multiple
+    least = -(-LEAST_TOKENS // multiple)  # number of blocks
+    slices = len(points) + 1
+    ends = []
+    before = 0
+    for number, point in enumerate(points, 1):
+        # Leave room for this slice and for those after it.
+        first, last = before + least, blocks - (slices - number) * least
+        before = min(max(math.floor(point / multiple + 1e-9), first), last)
+        ends.append(before * multiple)
+    return (*ends, length)
+
+
+def least_row(slices: int, multiple: int) -> int:
+    """Returns the smallest number of tokens of which slices can be made.
+
+    Args:
+        slices: Number of slices.
+        multiple: Number that divides the length of each slice.
+    """
+    return slices * -(-LEAST_TOKENS // multiple) * multiple
 
 
 def slice_ends(
@@ -93,9 +268,5 @@ def slice_ends(
             f"--sequence-slices {slices} cuts sequences of {length} tokens into slices of "
             f"{shortest}, and a slice has at least {LEAST_TOKENS}: give {most} or fewer"
         )
-    ends = []
-    for number, point in enumerate(cut_points(slices, attention_share)[1:-1], 1):
-        # Leave room for the slices before and after.
-        first, last = number * least, blocks - (slices - number) * least
-        ends.append(min(max(math.floor(point * blocks + 1e-9), first), last) * multiple)
-    return (*ends, length)
+    points = cut_points(slices, attention_share)[1:-1]
+    return _rounded([point * blocks * multiple for point in points], length, multiple)

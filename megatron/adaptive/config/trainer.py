@@ -22,7 +22,7 @@ from megatron.adaptive.config.schedule import (
     parse_layout,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
-from megatron.adaptive.config.sequence_slices import slice_ends
+from megatron.adaptive.config.sequence_slices import SliceRule, least_row, slice_ends
 from megatron.adaptive.errors import ConfigError
 
 
@@ -127,11 +127,61 @@ class TrainerConfig:
         Raises:
             ConfigError: ``--sequence-slices`` does not fit the length of the sequences.
         """
-        parallel = self.parallel
-        ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        is_by_cost = self.schedule.slice_cut == "equal-cost"
+        is_by_cost = self._cuts_by_cost and self.schedule.slice_tokens is None
         share = self.attention_share if is_by_cost else 0.0
-        return slice_ends(self.model.seq_length, self.schedule.sequence_slices, ranks, share)
+        return slice_ends(self.model.seq_length, self.num_slices, self._slice_multiple, share)
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
+        tokens = self.schedule.slice_tokens
+        if tokens is None:
+            return self.schedule.sequence_slices
+        length = self.model.seq_length
+        return max(1, min(-(-length // tokens), length // least_row(1, self._slice_multiple)))
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether microbatches may be cut into several slices, or packed for slices."""
+        packs = self.schedule.slice_tokens is not None and self.data.variable_seq_lengths
+        return self.num_slices > 1 or packs
+
+    @property
+    def slice_rule(self) -> SliceRule | None:
+        """Rule by which microbatches of different lengths are cut; ``None`` if all are equal."""
+        if not (self.cuts_sequences and self.data.variable_seq_lengths):
+            return None
+        tokens = self.schedule.slice_tokens
+        return SliceRule(
+            slices=self.num_slices,
+            tokens=tokens,
+            multiple=self._slice_multiple,
+            pair_cost=self._pair_cost if self._cuts_by_cost else 0.0,
+            is_packed=self.packs_documents,
+        )
+
+    @property
+    def least_row(self) -> int:
+        """Smallest number of tokens in a row of documents that ``--sequence-slices`` can cut."""
+        if self.schedule.slice_tokens is not None or self.num_slices == 1:
+            return 1
+        return least_row(self.num_slices, self._slice_multiple)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether several documents share a row, each with attention of its own."""
+        data = self.data
+        tokens = self.schedule.slice_tokens
+        return data.pack_to is not None or (tokens is not None and data.variable_seq_lengths)
+
+    @property
+    def _cuts_by_cost(self) -> bool:
+        return self.schedule.slice_cut == "equal-cost"
+
+    @property
+    def _slice_multiple(self) -> int:
+        parallel = self.parallel
+        return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
     @property
     def attention_share(self) -> float:
@@ -140,9 +190,22 @@ class TrainerConfig:
         It is the part that grows with the number of pairs of tokens. In layers with a window it
         does not, so with ``--window-size`` the share is 0.
         """
+        linear, per_token = self._layer_costs
+        pairs = per_token * self.model.seq_length  # scores and values, half of them masked
+        return pairs / (linear + pairs)
+
+    @property
+    def _pair_cost(self) -> float:
+        linear, per_token = self._layer_costs
+        return per_token / linear
+
+    @property
+    def _layer_costs(self) -> tuple[int, int]:
+        """Operations of a layer per token: without attention, and of attention per earlier token.
+
+        The second number counts each pair of tokens twice, because one half is masked.
+        """
         model = self.model
-        if self.core.window_size is not None:
-            return 0.0
         assert model.kv_channels is not None
         assert model.ffn_hidden_size is not None
         queries = model.num_attention_heads * model.kv_channels
@@ -150,8 +213,7 @@ class TrainerConfig:
         matrices = 3 if model.is_gated else 2
         weights = model.hidden_size * (2 * queries + keys_and_values)
         weights += matrices * model.hidden_size * model.ffn_hidden_size
-        pairs = queries * model.seq_length  # scores and values, half of them masked
-        return pairs / (weights + pairs)
+        return weights, 0 if self.core.window_size is not None else queries
 
     @property
     def balance(self) -> str:

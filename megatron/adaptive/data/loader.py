@@ -19,6 +19,9 @@ thus agree on the number and sizes of the microbatches without exchanging messag
     packed               [9] [7 3] [5 4] [2]      one row each, attention within each document
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
+
+With ``--slice-tokens`` T all rows of a step have n T tokens. n is what the longest sample needs, or
+up to a quarter more if rows then have less padding.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +63,8 @@ _WIRE_DTYPES: dict[str, Any] = {
     "attention_mask": np.bool_,
 }
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
+_LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
+_TRIES = 4  # number of longer rows that are tried
 _PREFETCH = 4  # number of microbatches that each worker prefetches
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
@@ -136,8 +141,12 @@ class Batching:
         micro_batch_size: Number of samples per microbatch, if samples are not packed.
         replicas: Number of data-parallel replicas.
         varies: Whether samples differ in length.
-        pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed.
+        pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed,
+            or if ``slice_tokens`` is given.
+        slice_tokens: Number of tokens per slice of a packed microbatch. All microbatches of a step
+            then have the same number of slices. ``None`` to pack as ``pack_to`` says.
         multiple: Number of tokens; each row is padded to a multiple of it.
+        shortest: Smallest number of tokens in a row; shorter ones are padded.
         group: Number that must divide the number of microbatches per replica and step.
         least: Smallest number of microbatches per replica and step.
     """
@@ -146,9 +155,26 @@ class Batching:
     replicas: int
     varies: bool = False
     pack_to: int | None = None
+    slice_tokens: int | None = None
     multiple: int = 1
+    shortest: int = 1
     group: int = 1
     least: int = 1
+
+    def for_step(self, lengths: Sequence[int]) -> Batching:
+        """Returns the object that decides it for one step, in which all rows have a known length.
+
+        Args:
+            lengths: Number of tokens of each of the step's samples.
+        """
+        tokens = self.slice_tokens
+        if tokens is None:
+            return self
+        least = -(-max(lengths) // tokens)
+        more = most_slices(least) - least
+        counts = sorted({least + more * part // _TRIES for part in range(_TRIES + 1)})
+        choices = [replace(self, pack_to=n * tokens, multiple=n * tokens) for n in counts]
+        return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns the microbatches of all replicas, each a list of indices of samples.
@@ -185,7 +211,12 @@ class Batching:
 
     def row_tokens(self, tokens: int) -> int:
         """Returns the padded length of a row that has this number of tokens."""
-        return -(-tokens // self.multiple) * self.multiple
+        return -(-max(tokens, self.shortest) // self.multiple) * self.multiple
+
+
+def most_slices(needed: int) -> int:
+    """Returns the largest number of slices of a row if the longest sample needs ``needed``."""
+    return needed + needed // _LONGER
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
@@ -472,13 +503,14 @@ class LengthMicrobatches(StepMicrobatches):
     rank that reads no tokens, a microbatch has only ``lengths``, or is empty.
 
     Attributes:
+        sizes: Number of token positions of each microbatch, including padding.
         contents: For each microbatch, a tuple of its number of token positions with padding,
             followed by the number of tokens of each of its documents.
         load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:
         lengths: Number of tokens of each of the step's samples.
-        batching: Decides which samples share a microbatch.
+        batching: Decides which samples share a microbatch in any step.
         dp_rank: Index of this rank's data-parallel replica.
         read: Function that reads a sample, given its index in the step; ``None`` on a rank that
             needs no tokens.
@@ -499,7 +531,7 @@ class LengthMicrobatches(StepMicrobatches):
         on_read: OnRead | None = None,
     ) -> None:
         self._lengths = lengths
-        self._batching = batching
+        self._batching = batching = batching.for_step(lengths)
         self._sample = read
         rows = batching.plan(lengths)
         by_row = [[lengths[sample] for sample in row] for row in rows]
@@ -509,6 +541,7 @@ class LengthMicrobatches(StepMicrobatches):
         self._rows = [rows[number] for number in numbers]
         tokens = [sum(documents) for documents in by_row]
         positions = [batching.positions(documents) for documents in by_row]
+        self.sizes = tuple(positions[number] for number in numbers)
         self.contents = tuple((positions[number], *by_row[number]) for number in numbers)
         self.load = Load(
             tokens=sum(tokens),

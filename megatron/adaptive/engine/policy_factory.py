@@ -6,7 +6,7 @@ All three ways to train use it: megatron-core's GPT, plain modules, and a user's
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Orders:
         )
         self._group_size = group_size
         self.replay: Replay | None = None
-        self._policies: dict[tuple[int, bool], Policy] = {}
+        self._policies: dict[tuple[int, int, bool], Policy] = {}
 
     @property
     def schedule(self) -> str:
@@ -117,6 +117,16 @@ class Orders:
         """Returns the number of W actions per weight gradient, 0 if there are none."""
         return self._chosen.weight_pieces
 
+    def recut(self, num_slices: int) -> None:
+        """Changes the number of slices of each microbatch, from the next step on.
+
+        All ranks of a pipeline must make the same change before the same step. Lengths of slices
+        are then equal, unless :meth:`state` gets the size of each.
+        """
+        if num_slices != len(self._shares):
+            self._shares = (1 / num_slices,) * num_slices
+            self._chosen = replace(self._chosen, num_slices=num_slices)
+
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
         """Returns the policy that chooses this rank's actions in a step.
 
@@ -126,7 +136,7 @@ class Orders:
         """
         if self.replay is not None and not forward_only:
             return self.replay.policy(num_microbatches)
-        key = (num_microbatches, forward_only)
+        key = (num_microbatches, len(self._shares), forward_only)
         if key not in self._policies:
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
@@ -139,18 +149,21 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
-            sizes: Number of token positions in each microbatch, to which the size of its
-                activations is proportional; ``None`` if all are equal. The limit on activations is
-                then relative to the mean size, and raised to the largest size if necessary, so that
-                every microbatch can start.
+            sizes: Number of token positions in each microbatch, or in each of its slices, to which
+                the size of its activations is proportional; ``None`` if all are equal. The limit on
+                activations is then relative to the mean size, and raised to the largest size if
+                necessary, so that every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
+        num_slices = len(self._shares)
+        is_each_slice = sizes is not None and len(sizes) == num_microbatches * num_slices
         if sizes is not None and cap is not None:
             mean = sum(sizes) / len(sizes)
             sizes = [size / mean for size in sizes]
-            cap = max(cap, *sizes)
-        num_slices = len(self._shares)
-        if len(set(self._shares)) > 1:
+            cap = max(cap, *(sum(part) / len(part) for part in _rows(sizes, num_microbatches)))
+        if is_each_slice:
+            pass
+        elif len(set(self._shares)) > 1:
             sizes = [
                 size * share * num_slices
                 for size in sizes or [1.0] * num_microbatches
@@ -224,7 +237,7 @@ class Orders:
             return self._chosen.cap
         if self.widths is not None:
             return unequal_widths.default_cap(self.widths, self.pp_rank, num_microbatches)
-        return default_cap(self.placement, num_microbatches)
+        return default_cap(self.placement, num_microbatches, len(self._shares))
 
     def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         takes_size = self._spec is not None and self._spec.takes_group_size
@@ -246,6 +259,13 @@ class Orders:
             return unequal_widths.make_policy(name, self.widths, self.pp_rank, num_microbatches)
         cap = self._cap_for(num_microbatches)
         return replace(self._chosen, name=name, cap=cap).policies(num_microbatches)[self.pp_rank]
+
+
+def _rows(sizes: Sequence[float], num_microbatches: int) -> Iterator[Sequence[float]]:
+    """Yields the sizes of each microbatch, or of the slices of each."""
+    each = len(sizes) // num_microbatches
+    for first in range(0, len(sizes), each):
+        yield sizes[first : first + each]
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:

@@ -18,7 +18,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -54,13 +54,20 @@ class Slices(Protocol):
     The number of an item is ``microbatch * count + slice``.
 
     Attributes:
-        count: Number of slices per microbatch.
+        count: Number of slices per microbatch. It may change between two steps.
     """
 
     count: int
 
-    def share(self, item: int) -> float:
-        """Returns the number of tokens of an item's slice, relative to the whole sequence."""
+    @property
+    def sizes(self) -> Sequence[float] | None:
+        """Returns the number of tokens of each item of a step.
+
+        It is ``None`` if all microbatches of the run are cut in the same way.
+        """
+
+    def tokens(self, item: int) -> int:
+        """Returns the number of tokens of an item's slice."""
 
     def begin(self, chunk: int, item: int) -> None:
         """Makes an item's slice the current one, before its forward or backward pass."""
@@ -74,8 +81,8 @@ class Slices(Protocol):
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that the slices of the current microbatch share on its chunk."""
 
-    def kept_bytes(self, chunk: int) -> int:
-        """Returns the size in bytes of what a chunk keeps for the slices of a microbatch.
+    def kept_bytes(self, chunk: int, item: int) -> float:
+        """Returns the size in bytes of what a chunk keeps of an item for the later slices.
 
         It is 0 before the chunk's first forward pass.
         """
@@ -214,6 +221,8 @@ class MegatronStages(SplitStages):
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured;
             ``None`` if all are equal.
         slices: Slices of the sequences; ``None`` if items are whole microbatches.
+        measured: Number of tokens of each slice that ``meter`` has measured, by its number there,
+            and of the slice whose weight gradients were measured in each chunk, by -1 - chunk.
         config: Configuration of the chunks in megatron-core.
         reduced_losses: Values to log that the loss function returned, one per item.
         num_tokens: Number of tokens over which the loss was computed, on the last stage.
@@ -234,6 +243,7 @@ class MegatronStages(SplitStages):
     loss_parts: int | None = None
     sizes: Sequence[float] | None = None
     slices: Slices | None = None
+    measured: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reduced_losses: list[Any] = []
@@ -257,10 +267,11 @@ class MegatronStages(SplitStages):
         super().__init__(None if self.forward_only else self.stores, num_slices=self._count)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        nbytes = self.meter.bytes_of(self._meter_key(chunk, microbatch))
-        if self.slices is None:
-            return self._sized(nbytes, microbatch)
-        return nbytes + round(self.slices.kept_bytes(chunk) * self.slices.share(microbatch))
+        key = self._meter_key(chunk, microbatch)
+        nbytes = self._sized(self.meter.bytes_of(key), microbatch, key)
+        if self.slices is not None:
+            nbytes += round(self.slices.kept_bytes(chunk, microbatch))
+        return nbytes
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         trains = not self.forward_only
@@ -272,6 +283,10 @@ class MegatronStages(SplitStages):
         if slices is not None:
             slices.begin(chunk, microbatch)
             held = chain(held, slices.buffers())
+            if trains:
+                self.measured.setdefault(
+                    self._meter_key(chunk, microbatch), slices.tokens(microbatch)
+                )
         with self.meter.measure(self._meter_key(chunk, microbatch), held) if trains else _NOTHING:
             output: torch.Tensor
             output, num_tokens = forward_step(
@@ -340,21 +355,23 @@ class MegatronStages(SplitStages):
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         # The store has measured the first B, which is that of a microbatch's last slice.
-        nbytes = super().retained_bytes(chunk, microbatch)
-        return self._sized(nbytes, microbatch, measured=self._count - 1)
+        key = -1 - chunk
+        if self.slices is not None:
+            self.measured.setdefault(key, self.slices.tokens(microbatch))
+        return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
         """Returns the number by which the meter knows an item's slice in a chunk.
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
-        return chunk * self._count + item % self._count
+        return item % self._count * len(self.chunks) + chunk
 
-    def _sized(self, nbytes: int, item: int, *, measured: int = 0) -> int:
-        """Returns the size of an item, given that of the item ``measured``."""
+    def _sized(self, nbytes: int, item: int, key: int) -> int:
+        """Returns the size of an item, given that of the measured item with the number ``key``."""
         if self.slices is not None:
-            nbytes = round(nbytes * self.slices.share(item) / self.slices.share(measured))
-        return nbytes if self.sizes is None else round(nbytes * self.sizes[item // self._count])
+            return round(nbytes * self.slices.tokens(item) / self.measured.get(key, 1))
+        return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
         """Cleans up at the end of a step, also after an error."""
@@ -398,6 +415,7 @@ class ForwardBackward:
         self._slices = slices
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
+        self._measured: dict[int, int] = {}
         # Number of token positions in the measured microbatch.
         self._measured_size = 0.0
         # Mean microbatch size in the last step, relative to the measured microbatch.
@@ -464,8 +482,9 @@ class ForwardBackward:
             stores=self._stores if orders.weight_pieces else None,
             loss_parts=loss_parts
             or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
-            sizes=None if forward_only else self._relative_sizes(sizes),
+            sizes=None if forward_only or self._slices else self._relative_sizes(sizes),
             slices=self._slices,
+            measured=self._measured,
         )
         timers = stages.config.timers
         if timers is not None:
@@ -512,6 +531,9 @@ class ForwardBackward:
         """Runs all actions of the step, and cleans up even after an error."""
         num_microbatches = stages.num_microbatches
         forward_only = stages.forward_only
+        if self._slices is not None:
+            self.orders.recut(self._slices.count)
+            sizes = self._slices.sizes
         try:
             with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
                 self._executor.run(
@@ -544,17 +566,25 @@ class ForwardBackward:
 
         The sizes are 0 before the first microbatch.
         """
+        if self._slices is not None:
+            return tuple(map(self._sliced_bytes, range(self.orders.placement.num_chunks)))
         return tuple(
-            round(self._microbatch_bytes(chunk) * self._mean_size)
+            round(self._meter.bytes_of(chunk) * self._mean_size)
             for chunk in range(self.orders.placement.num_chunks)
         )
 
-    def _microbatch_bytes(self, chunk: int) -> float:
-        if self._slices is None:
-            return self._meter.bytes_of(chunk)
-        count = self._slices.count
-        keys = range(chunk * count, (chunk + 1) * count)
-        return sum(map(self._meter.bytes_of, keys)) + self._slices.kept_bytes(chunk)
+    def _sliced_bytes(self, chunk: int) -> int:
+        """Returns the size of a chunk's activations for a microbatch of mean size, in slices."""
+        slices = self._slices
+        assert slices is not None
+        num_chunks = self.orders.placement.num_chunks
+        keys = [key for key in self._measured if key >= 0 and key % num_chunks == chunk]
+        if not keys:
+            return 0
+        per_token = sum(map(self._meter.bytes_of, keys)) / sum(self._measured[key] for key in keys)
+        items = range(slices.count if slices.sizes is None else len(slices.sizes))
+        nbytes = sum(per_token * slices.tokens(n) + slices.kept_bytes(chunk, n) for n in items)
+        return round(nbytes * slices.count / len(items))
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
-from megatron.adaptive.gpt.sequence_slices import SequenceSlices
+from megatron.adaptive.gpt.sequence_slices import Attention, SequenceSlices
 
 varlen_attn: Any = None
 with contextlib.suppress(ImportError):  # an older torch lacks it
@@ -164,14 +164,13 @@ class LocalAttention(DotProductAttention):
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, *more, **options)
         if self.slices is not None:
-            return self.slices.attend(
-                self,
-                query,
-                key,
-                value,
+            call = Attention(
+                layer=self,
                 attend=lambda *tensors: self._attend(*tensors, attention_mask, *more, **options),
+                attend_documents=lambda *row: self._row(*row, *more, **options),
                 window=None if self._window is None else self._window[0],
             )
+            return self.slices.attend(call, query, key, value)
         return self._attend(query, key, value, attention_mask, *more, **options)
 
     def _attend(
@@ -236,6 +235,20 @@ class LocalAttention(DotProductAttention):
         tensors = (tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value))
         rows = zip(*tensors, strict=True)
         return torch.cat([self._attend(*row, None, *more, **options) for row in rows])
+
+    def _row(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: Sequence[int],
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Computes attention of whole documents with these lengths, in a row ``[s, 1, ...]``."""
+        documents = Documents.of(torch.tensor(lengths), lambda ends: ends.to(query.device))
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        return self._packed(query, key, value, documents, *more, **options)
 
     def _case_of(
         self, query: torch.Tensor, value: torch.Tensor, mask: Mask, *, is_packed: bool = False

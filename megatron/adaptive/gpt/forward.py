@@ -58,7 +58,9 @@ def feed(
     if microbatches is None:
         return itertools.repeat(None, count * (1 if slices is None else slices.count))
     whole = map(microbatches.__getitem__, range(count))
-    return whole if slices is None else itertools.chain.from_iterable(map(slices.parts, whole))
+    if slices is None:
+        return whole
+    return itertools.chain.from_iterable(map(slices.parts, itertools.count(), whole))
 
 
 class GptForward:

@@ -18,17 +18,30 @@ have added, and adds the others to the gathered gradients. So autograd never see
 from another slice's, and each graph is freed by its own backward pass.
 
 Where a layer recomputes its forward pass, it writes the same keys and values again.
+
+**Windows.** No slice sees more than the last w keys before it in a layer with a window of w tokens.
+So gradients are gathered for w tokens only. In an evaluation, and in a layer that is computed again
+in its backward pass, only the last w keys of each slice are kept, in place of the buffer. In an
+evaluation they are dropped once the window has passed. Without recomputation, backward passes need
+all keys anyway, and the buffer holds them once for all slices.
+
+**Packed documents.** If a microbatch is a row of documents, only those that lie over several slices
+have buffers. A slice attends to the earlier tokens of the document in which it begins. Documents
+that lie in a single slice are computed as without slices. Positions count from a document's first
+token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.adaptive.config.sequence_slices import Cut, DocumentPart, SliceRule
 from megatron.adaptive.errors import ConfigError
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,35 +51,59 @@ The queries belong to the last tokens of the keys.
 """
 
 
+class Attention(NamedTuple):
+    """Describes a call of an attention layer.
+
+    Attributes:
+        layer: Layer that calls.
+        attend: Function that computes attention of one document.
+        attend_documents: Function that computes attention of several whole documents in a row,
+            given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
+        window: Number of earlier tokens that a token attends to, ``None`` for all.
+    """
+
+    layer: torch.nn.Module
+    attend: Attend
+    attend_documents: Callable[..., torch.Tensor]
+    window: int | None
+
+
 class KeysAndValues:
-    """Holds the keys and values of one microbatch in one layer, and their gathered gradients.
+    """Holds the keys and values of a document in one layer, and their gathered gradients.
+
+    Positions are relative to the document's first token.
 
     Args:
         like: Keys and values of a slice ``[s, b, heads, width]``, for shapes and types.
-        length: Number of tokens in all slices.
+        length: Number of tokens of the document.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], length: int) -> None:
-        self._whole = [tensor.new_empty((length, *tensor.shape[1:])) for tensor in like]
-        self._gradients: list[torch.Tensor] | None = None
+        self._gathered: list[torch.Tensor] | None = None
+        self._gathered_first = 0
+        self._buffers = [part.new_empty((length, *part.shape[1:])) for part in like]
+        self.bytes_per_token = sum(part.nbytes / len(part) for part in like)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Returns the buffers of keys and values, ``[length, b, heads, width]`` each."""
-        return self._whole
+        """Returns all tensors with keys and values."""
+        return self._buffers
 
-    def write(self, start: int, parts: Sequence[torch.Tensor]) -> None:
-        """Stores keys and values of the slice whose first token is at ``start``."""
-        for whole, part in zip(self._whole, parts, strict=True):
-            whole.data[start : start + len(part)].copy_(part.detach())
+    def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Stores keys and values of a slice, and returns those that the slice attends to.
 
-    def read(self, first: int, end: int) -> list[torch.Tensor]:
-        """Returns keys and values of the tokens from ``first`` up to ``end``, without copying.
+        They are not copied. Later calls do not invalidate what autograd has saved of them, because
+        they write to other tokens.
 
-        Later calls of :meth:`write` do not invalidate what autograd has saved of them, because they
-        write to other tokens.
+        Args:
+            first: Position of the first token that the slice attends to.
+            start: Position of the slice's first token.
+            parts: Keys and values of the slice.
         """
-        return [whole.data[first:end] for whole in self._whole]
+        end = start + len(parts[0])
+        for buffer, part in zip(self._buffers, parts, strict=True):
+            buffer.data[start:end].copy_(part.detach())
+        return [buffer.data[first:end] for buffer in self._buffers]
 
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
@@ -81,67 +118,155 @@ class KeysAndValues:
             gradients: Gradients of keys and values from ``first`` up to the slice's end.
         """
         earlier = start - first
-        end = first + len(gradients[0])
         complete = [gradient[earlier:] for gradient in gradients]
-        if self._gradients is not None:
+        later, later_first = self._gathered, self._gathered_first
+        if later is not None:
             complete = [
-                (part + gathered[start:end]).to(part.dtype)
-                for part, gathered in zip(complete, self._gradients, strict=True)
+                _sum_at_end(part, gathered[max(0, start - later_first) :])
+                for part, gathered in zip(complete, later, strict=True)
             ]
-        if earlier == 0:
+        self._gathered = None
+        if not start:  # no backward pass of the document is left
+            self._buffers = []
+        if not earlier:
             return complete
-        if self._gradients is None:
-            self._gradients = [
+        if later is None or later_first > first:
+            wider = [
                 torch.zeros(
-                    (start, *part.shape[1:]),
+                    (earlier, *part.shape[1:]),
                     dtype=torch.promote_types(part.dtype, torch.float32),
                     device=part.device,
                 )
                 for part in complete
             ]
-        for gathered, gradient in zip(self._gradients, gradients, strict=True):
-            gathered[first:start] += gradient[:earlier]
+            for whole, gathered in zip(wider, later or (), strict=False):
+                overlap = whole[max(0, later_first - first) :]
+                overlap += gathered[: len(overlap)]
+            later = wider
+        self._gathered = [gathered[:earlier] for gathered in later]
+        self._gathered_first = first
+        for gathered, gradient in zip(self._gathered, gradients, strict=True):
+            gathered += gradient[:earlier]
         return complete
+
+
+def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    """Returns ``part`` with ``gathered`` added to its last tokens, in the type of ``part``."""
+    if len(gathered) == len(part):
+        return (part + gathered).to(part.dtype)
+    start = len(part) - len(gathered)
+    return torch.cat([part[:start], (part[start:] + gathered).to(part.dtype)])
+
+
+class LastKeysAndValues(KeysAndValues):
+    """Holds only the keys and values that a window of later slices can see.
+
+    Args:
+        like: Keys and values of a slice, for shapes and types.
+        window: Number of earlier tokens that a token attends to.
+        forgets: Whether to drop what the next slice does not see, because no slice is computed
+            again. In training, backward passes drop the rest.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], window: int, *, forgets: bool) -> None:
+        super().__init__(like, 0)
+        self._window = window
+        self._forgets = forgets
+        # Keys and values by the position of their first token, ascending.
+        self._parts: dict[int, list[torch.Tensor]] = {}
+        self.bytes_per_token *= min(window, len(like[0])) / len(like[0])
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [part for parts in self._parts.values() for part in parts]
+
+    def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        end = start + len(parts[0])
+        begin = max(start, end - self._window)
+        earlier = [(position, kept) for position, kept in self._parts.items() if position < start]
+        if begin not in self._parts:
+            self._parts[begin] = [part[begin - start :].detach().clone() for part in parts]
+        if self._forgets:
+            for position, kept in earlier:
+                if position + len(kept[0]) <= end - self._window:
+                    del self._parts[position]
+        seen = [
+            [part[max(0, first - position) :] for part in kept]
+            for position, kept in earlier
+            if position + len(kept[0]) > first
+        ]
+        return [torch.cat(each) for each in zip(*seen, parts, strict=True)]
+
+    def exchange(
+        self, first: int, start: int, gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        for position in [position for position in self._parts if position >= start]:
+            del self._parts[position]
+        return super().exchange(first, start, gradients)
 
 
 class SequenceSlices:
     """Knows the slice that runs now, and keeps keys and values of each chunk and microbatch.
 
-    The engine calls :meth:`begin` and :meth:`end` around each action, and :meth:`finish` at the end
-    of a step. Not thread-safe, but autograd's thread may read it while the calling thread waits.
+    The engine calls :meth:`begin` before each action, and :meth:`finish` at the end of a step. Not
+    thread-safe, but autograd's thread may read it while the calling thread waits.
 
     Args:
-        ends: Position after the last token of each slice, ascending.
+        ends: Position after the last token of each slice, ascending, if all microbatches are equal.
+        rule: Rule by which microbatches are cut, ``None`` if all are equal.
 
     Attributes:
-        count: Number of slices per microbatch.
-        start: Position of the current slice's first token.
-        end: Position after the current slice's last token.
+        count: Number of slices per microbatch, of the current step.
     """
 
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._bounds = list(zip((0, *ends[:-1]), ends, strict=True))
+    def __init__(self, ends: Sequence[int], rule: SliceRule | None = None) -> None:
+        self._equal = Cut(tuple(ends))
+        self._rule = rule
+        self._cuts: list[Cut] = []
         self.count = len(ends)
-        self.start = 0
-        self.end = 0
+        self._pieces: list[DocumentPart] = []
+        self._positions: torch.Tensor | None = None
         self._key = (-1, -1)
-        self._kept: dict[tuple[int, int], dict[int, KeysAndValues]] = {}
-        self._kept_bytes: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], dict[tuple[int, int], KeysAndValues]] = {}
+        self._bytes_per_token: dict[int, float] = {}
+        self._longest = max(ends[-1], (rule and rule.tokens) or 0)
+
+    def plan(self, contents: Sequence[Sequence[int]]) -> None:
+        """Cuts the microbatches of a step, unless all microbatches of the run are equal.
+
+        Args:
+            contents: For each microbatch, its number of token positions with padding, and the
+                number of tokens of each of its documents.
+        """
+        if (rule := self._rule) is None:
+            return
+        self._cuts = [
+            rule.cut(positions if rule.is_packed else positions // len(documents), documents)
+            for positions, *documents in contents
+        ]
+        (self.count,) = {len(cut.ends) for cut in self._cuts}
 
     @property
-    def length(self) -> int:
-        """Returns the number of tokens in all slices."""
-        return self._bounds[-1][1]
+    def sizes(self) -> list[int] | None:
+        """Returns the number of tokens of each item of the step; ``None`` if cuts are equal."""
+        if self._rule is None:
+            return None
+        return [self.tokens(item) for item in range(len(self._cuts) * self.count)]
 
-    def share(self, item: int) -> float:
-        """Returns the number of tokens of an item's slice, relative to the whole sequence."""
-        start, end = self._bounds[item % self.count]
-        return (end - start) / self.length
+    def tokens(self, item: int) -> int:
+        """Returns the number of tokens of an item's slice."""
+        microbatch, index = divmod(item, self.count)
+        start, end = self._cut(microbatch).bounds(index)
+        return end - start
+
+    def _cut(self, microbatch: int) -> Cut:
+        return self._equal if self._rule is None else self._cuts[microbatch]
 
     def begin(self, chunk: int, item: int) -> None:
         """Makes an item's slice the current one, before its forward or backward pass."""
         microbatch, index = divmod(item, self.count)
-        self.start, self.end = self._bounds[index]
+        self._pieces = self._cut(microbatch).pieces(index)
+        self._positions = None
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
@@ -157,18 +282,21 @@ class SequenceSlices:
         for kept in self._kept.get(self._key, {}).values():
             yield from kept.buffers
 
-    def kept_bytes(self, chunk: int) -> int:
-        """Returns the size in bytes of keys and values that a chunk keeps for a microbatch.
+    def kept_bytes(self, chunk: int, item: int) -> float:
+        """Returns the size in bytes of keys and values that a chunk keeps of an item's slice.
 
-        It is measured after the chunk's first forward pass; before that it is 0.
+        It is measured after the chunk's first forward pass that keeps any; before that it is 0.
         """
-        if chunk not in self._kept_bytes:
-            layers = self._kept.get((chunk, 0), {})
-            nbytes = sum(whole.nbytes for kept in layers.values() for whole in kept.buffers)
-            if not nbytes:
-                return 0
-            self._kept_bytes[chunk] = nbytes
-        return self._kept_bytes[chunk]
+        microbatch, index = divmod(item, self.count)
+        tokens = self._cut(microbatch).kept_tokens(index)
+        if tokens and chunk not in self._bytes_per_token:
+            layers: dict[int, float] = {}
+            for (layer, _), kept in self._kept.get((chunk, microbatch), {}).items():
+                layers[layer] = kept.bytes_per_token
+            if not layers:
+                return 0.0
+            self._bytes_per_token[chunk] = sum(layers.values())
+        return tokens * self._bytes_per_token.get(chunk, 0.0)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Makes the layers of ``chunks`` attend to earlier slices, and positions continue.
@@ -181,7 +309,8 @@ class SequenceSlices:
                 if isinstance(module, TransformerLayer):
                     self._attach_to(module)
                 elif isinstance(module, RotaryEmbedding):
-                    module.register_forward_pre_hook(self._shift, with_kwargs=True)
+                    module.register_forward_pre_hook(self._ask_positions, with_kwargs=True)
+                    module.register_forward_hook(self._pick_positions)
 
     def _attach_to(self, layer: Any) -> None:
         attention = getattr(layer.self_attention, "core_attention", None)
@@ -195,60 +324,108 @@ class SequenceSlices:
             )
         attention.slices = self
 
-    def _shift(
+    def _ask_positions(
         self, _module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return inputs, {**options, "offset": self.start}
+        """Asks for the rotation from the slice's first token on, or from 0 if it has documents."""
+        pieces = self._pieces
+        if len(pieces) == 1:
+            return inputs, {**options, "offset": pieces[0].start - pieces[0].begin}
+        return (self._longest, *inputs[1:]), options
 
-    def parts(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
+        """Takes the rotation of each token's position in its document."""
+        pieces = self._pieces
+        if len(pieces) == 1:
+            return output
+        rotation, *more = output if isinstance(output, tuple) else (output,)
+        if self._positions is None:
+            ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
+            self._positions = torch.cat(ranges).to(rotation.device)
+        picked = rotation[self._positions]
+        return (picked, *more) if more else picked  # YaRN returns a factor, too
+
+    def parts(
+        self, microbatch: int, batch: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Cuts a microbatch into slices.
 
         Args:
-            batch: Tensors ``[b, s]``, and possibly ``attention_mask [b, 1, s, s]``.
+            microbatch: Index of the microbatch in the step.
+            batch: Tensors ``[b, s]``, and possibly ``attention_mask [b, 1, s, s]``; empty on a rank
+                that needs no data.
 
         Yields:
             The tensors of each slice. ``whole_tokens`` is the number of tokens in the whole
             microbatch whose losses are included.
         """
-        tokens = batch["loss_mask"].sum()
-        for start, end in self._bounds:
+        cut = self._cut(microbatch)
+        tokens = batch["loss_mask"].sum() if "loss_mask" in batch else None
+        for index in range(self.count):
+            start, end = cut.bounds(index)
             part = {key: tensor[:, start:end] for key, tensor in batch.items() if tensor.dim() == 2}
             if (mask := batch.get("attention_mask")) is not None:
                 part["attention_mask"] = mask[:, :, start:end, :end]
-            yield {**part, "whole_tokens": tokens}
+            yield part if tokens is None else {**part, "whole_tokens": tokens}
 
     def attend(
-        self,
-        layer: object,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        attend: Attend,
-        window: int | None,
+        self, call: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Computes attention of the current slice to itself and to earlier slices.
 
         Args:
-            layer: Attention layer that calls.
+            call: Description of the call.
             query: Queries of the slice ``[s, b, heads, width]``.
             key: Keys of the slice ``[s, b, groups, width]``.
             value: Values of the slice, in the same form.
-            attend: Function that computes attention.
-            window: Number of earlier tokens that a token attends to, ``None`` for all.
         """
+        pieces = self._pieces
+        origin = pieces[0].start
+        outputs = []
+        for is_whole, group in groupby(pieces, lambda piece: piece.is_whole):
+            parts = list(group)
+            tokens = slice(parts[0].start - origin, parts[-1].end - origin)
+            tensors = query[tokens], key[tokens], value[tokens]
+            if len(parts) > 1 and is_whole:
+                lengths = [piece.end - piece.start for piece in parts]
+                outputs.append(call.attend_documents(*tensors, lengths))
+            elif is_whole:
+                outputs.append(call.attend(*tensors))
+            else:
+                for piece in parts:
+                    tokens = slice(piece.start - origin, piece.end - origin)
+                    tensors = query[tokens], key[tokens], value[tokens]
+                    outputs.append(self._continue(call, piece, *tensors))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _continue(
+        self,
+        call: Attention,
+        piece: DocumentPart,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes attention of a part of a document that lies over several slices."""
+        start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
-        kept = layers.get(id(layer))
+        kept = layers.get((id(call.layer), piece.begin))
+        makes_graph = torch.is_grad_enabled()
         if kept is None:
-            kept = layers[id(layer)] = KeysAndValues((key, value), self.length)
-        first = 0 if window is None else max(0, self.start - window)
-        arguments = (query, key, value, attend, kept, (first, self.start, self.end))
-        if torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)):
+            if window is None or makes_graph:
+                kept = KeysAndValues((key, value), piece.close - piece.begin)
+            else:
+                kept = LastKeysAndValues((key, value), window, forgets=not call.layer.training)
+            layers[id(call.layer), piece.begin] = kept
+        first = 0 if window is None else max(0, start - window)
+        arguments = (query, key, value, call.attend, kept, (first, start))
+        if makes_graph and any(part.requires_grad for part in (query, key, value)):
             function: Any = _AttendSlice  # torch declares no types for apply()
             output: torch.Tensor = function.apply(*arguments)
             return output
-        kept.write(self.start, (key, value))
-        return attend(query, *kept.read(first, self.end))
+        if piece.end == piece.close and not call.layer.training:
+            del layers[id(call.layer), piece.begin]
+        return call.attend(query, *kept.extend(first, start, (key, value)))
 
 
 class _AttendSlice(torch.autograd.Function):
@@ -266,11 +443,10 @@ class _AttendSlice(torch.autograd.Function):
         value: torch.Tensor,
         attend: Attend,
         kept: KeysAndValues,
-        bounds: tuple[int, int, int],
+        bounds: tuple[int, int],
     ) -> torch.Tensor:
-        first, start, end = bounds
-        kept.write(start, (key, value))
-        leaves = [part.detach().requires_grad_() for part in (query, *kept.read(first, end))]
+        seen = kept.extend(*bounds, (key, value))
+        leaves = [part.detach().requires_grad_() for part in (query, *seen)]
         with torch.enable_grad():
             output = attend(*leaves)
         ctx.leaves = leaves
@@ -284,5 +460,4 @@ class _AttendSlice(torch.autograd.Function):
         output, leaves = ctx.output, ctx.leaves
         ctx.output = ctx.leaves = None
         for_query, *for_buffer = torch.autograd.grad(output, leaves, gradients)
-        first, start, _ = ctx.bounds
-        return (for_query, *ctx.kept.exchange(first, start, for_buffer), None, None, None)
+        return (for_query, *ctx.kept.exchange(*ctx.bounds, for_buffer), None, None, None)

@@ -23,7 +23,13 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
-from megatron.adaptive.data.loader import Batching, BatchSizes, MicrobatchLoader, OnRead
+from megatron.adaptive.data.loader import (
+    Batching,
+    BatchSizes,
+    MicrobatchLoader,
+    OnRead,
+    most_slices,
+)
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
@@ -78,7 +84,13 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 
 
 def _slice_shares(config: TrainerConfig) -> list[float]:
-    """Returns the length of each slice, relative to the sequence."""
+    """Returns the length of each slice, relative to the sequence.
+
+    If microbatches differ, it is the largest number of slices, of equal length.
+    """
+    if (rule := config.slice_rule) is not None:
+        most = config.num_slices if rule.tokens is None else most_slices(config.num_slices)
+        return [1 / most] * most
     ends = config.slice_ends
     return [(end - start) / ends[-1] for start, end in pairwise((0, *ends))]
 
@@ -224,8 +236,8 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         orders = _orders(job, placement) if kept is None else kept.orders
         replay = orders.replay
         wiring = _wire(job, placement, orders, core, tracing)
-        if config.schedule.sequence_slices > 1:
-            slices = SequenceSlices(config.slice_ends)
+        if config.cuts_sequences:
+            slices = SequenceSlices(config.slice_ends, rule=config.slice_rule)
             slices.attach(chunks)
         forward_backward = ForwardBackward(
             executor=wiring.executor,
@@ -362,7 +374,9 @@ def batching_of(config: TrainerConfig) -> Batching:
         replicas=parallel.data_parallel_size,
         varies=config.data.variable_seq_lengths,
         pack_to=config.data.pack_to,
+        slice_tokens=config.schedule.slice_tokens if config.packs_documents else None,
         multiple=parts * (2 * context if context > 1 else 1),
+        shortest=config.least_row,
         group=config.microbatch_group,
         least=config.least_microbatches,
     )
@@ -370,10 +384,15 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
     """Returns the shape ``[s, b, h]`` of the largest tensor that a stage sends to the next."""
-    length = max(end - start for start, end in pairwise((0, *config.slice_ends)))
-    length //= config.parallel.context_parallel_size
-    if config.data.pack_to is not None:
-        length = batching_of(config).row_tokens(config.data.pack_to)
+    longest = config.model.seq_length
+    width = batching_of(config).row_tokens(config.data.pack_to or longest)
+    if (rule := config.slice_rule) is not None:
+        length = rule.most_tokens(width, longest)
+    elif config.data.pack_to is not None:
+        length = width
+    else:
+        length = max(end - start for start, end in pairwise((0, *config.slice_ends)))
+        length //= config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:
         length //= config.parallel.tensor_model_parallel_size
     if passes_predictions(config):

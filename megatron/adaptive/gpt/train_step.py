@@ -230,6 +230,8 @@ class Step:
             more["loss_parts"] = dealt.total
         numbers = None if dealt is None else dealt.numbers
         slices = run.slices
+        if slices is not None:
+            slices.plan(getattr(microbatches, "contents", ()))
         feeds = [feed(microbatches, num_microbatches, slices) for _ in run.chunks]
         function: Any = forward or self._forward
         if not forward_only:

@@ -123,7 +123,10 @@ class Trainer:
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packing may make fewer microbatches
-        lengths = getattr(microbatches, "contents", ())
+        # A trace counts slices as microbatches if their number differs between steps, and all are
+        # equally long.
+        cuts = live.config.schedule.slice_tokens is not None
+        lengths = () if cuts else getattr(microbatches, "contents", ())
         run.tracing.begin_iteration(
             iteration, num_microbatches, is_traced=is_traced, lengths=lengths
         )

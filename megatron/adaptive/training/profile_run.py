@@ -271,7 +271,8 @@ def _config(
         run += f" --distributed-backend {options.backend}"
     if tp > 1 and any(kind.startswith("experts") for kind in options.kinds):
         run += " --sequence-parallel"
-    return parse([*options.arguments, *run.split()], world_size=world, last_wins=True)
+    config = parse([*options.arguments, *run.split()], world_size=world, last_wins=True)
+    return replace(config, schedule=replace(config.schedule, slice_tokens=None))
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:

@@ -1,0 +1,216 @@
+"""Compares ways to train on documents whose lengths have a long tail, in one run.
+
+    python benchmarks/long_tail.py [--quick] [--json FILE]
+
+Four processes exchange real messages and sleep as long as their work would take. All ways train on
+the same documents: lengths are log-normal with sigma 1.5, and the longest is cut at 32 times the
+median. A microbatch is one document, padded to the longest (1F1B), or a row of documents as long as
+the longest (packing: 1F1B, or the default schedule in a V), or such a row in slices of a given
+number of tokens (``--slice-tokens``). Exits with status 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.ranks import fork_ranks  # noqa: E402
+from benchmarks.report import Result, Row, measure, parser_of  # noqa: E402
+from megatron.adaptive.config.sequence_slices import Cut, SliceRule  # noqa: E402
+from megatron.adaptive.data.loader import Batching, LengthMicrobatches  # noqa: E402
+from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
+from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
+from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
+from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
+
+RANKS = 4
+MEDIAN = 64  # tokens
+LONGEST = 32 * MEDIAN
+SLICE_TOKENS = 2 * MEDIAN
+DOCUMENTS = 64
+PAIR_COST = 0.4 / LONGEST
+"""Cost of attention per token and token of its document, relative to the rest of a token's work."""
+TOKEN_S = 2e-5
+"""Time of a token's forward in one half of a rank, without attention."""
+GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
+SLICED = "slices, adaptive in a V"
+LIMIT_S = 900.0
+
+
+class Way(NamedTuple):
+    """One way to run the documents of a step: its schedule, and the microbatches with their cuts.
+
+    Attributes:
+        schedule: name of the schedule.
+        in_v: whether each rank has two chunks, in a V, and splits its backward.
+        cuts: where each microbatch is cut; its documents.
+    """
+
+    schedule: str
+    in_v: bool
+    cuts: list[Cut]
+
+    @property
+    def placement(self) -> Placement:
+        """Where stages are."""
+        return Placement(
+            num_ranks=RANKS, num_chunks=1 + self.in_v, kind="v" if self.in_v else "loop"
+        )
+
+    @property
+    def items(self) -> list[tuple[int, float]]:
+        """Tokens of each item, and its cost of attention."""
+        return [
+            (
+                sum(part.end - part.start for part in parts),
+                PAIR_COST
+                * sum(
+                    (part.end - part.begin) ** 2 - (part.start - part.begin) ** 2 for part in parts
+                ),
+            )
+            for cut in self.cuts
+            for parts in map(cut.pieces, range(len(cut.ends)))
+        ]
+
+    def seconds(self) -> dict[ActionKind, list[list[float]]]:
+        """Times of all actions: attention takes twice as long in B, and has no W."""
+        tokens, attention = np.array(self.items).T
+        halves = 2 // self.placement.num_chunks
+        return {
+            kind: [(work * halves * TOKEN_S).tolist()] * self.placement.num_stages
+            for kind, work in zip(
+                ActionKind, (tokens + attention, tokens + 2 * attention, tokens), strict=True
+            )
+        }
+
+
+def ways(seed: int) -> tuple[int, dict[str, Way]]:
+    """Returns the number of tokens of a step, and each way to run it by name."""
+    drawn = np.random.default_rng(seed).lognormal(0.0, 1.5, DOCUMENTS) * MEDIAN
+    lengths = np.clip(drawn, 1, LONGEST).astype(int).tolist()
+    lengths[0] = LONGEST
+
+    def cuts(rule: SliceRule, **batching: Any) -> list[Cut]:
+        made = Batching(micro_batch_size=1, replicas=1, varies=True, **batching)
+        rows = LengthMicrobatches(lengths, made, 0, None).contents
+        return [rule.cut(positions, documents) for positions, *documents in rows]
+
+    whole = SliceRule(slices=1, is_packed=True)
+    packed = cuts(whole, pack_to=LONGEST)
+    padded = [replace(cut, documents=()) for cut in cuts(whole, multiple=LONGEST)]
+    tokens = replace(whole, tokens=SLICE_TOKENS)
+    return sum(lengths), {
+        "padding, 1f1b": Way("1f1b", False, padded),
+        "packing, 1f1b": Way("1f1b", False, packed),
+        "packing, adaptive in a V": Way("adaptive", True, packed),
+        SLICED: Way("adaptive", True, cuts(tokens, slice_tokens=SLICE_TOKENS)),
+    }
+
+
+def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
+    """Runs every way once for each seed; returns seconds and largest memory, in tokens."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.emulated.ours import Channels, EmulatedStages
+    from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers
+
+    sharpen_timers()
+    sleeper = Sleeper()
+    channels: dict[Placement, Channels] = {}
+    records = []
+    for seed in seeds:
+        tokens, by_name = ways(seed)
+        for name, way in by_name.items():
+            placement = way.placement
+            if placement not in channels:
+                channels[placement] = Channels(placement, rank)
+            pieces = 2 if way.in_v else 0
+            num_slices = len(way.cuts[0].ends)
+            count = len(way.cuts)
+            sizes = [size for size, _ in way.items]
+            mean = sum(sizes) / len(sizes)
+            largest = max(cut.ends[-1] for cut in way.cuts) / (mean * num_slices)
+            cap = max(default_cap(placement, count, num_slices), largest) if way.in_v else None
+            options: Any = {"weight_pieces": pieces, "cap": cap, "num_slices": num_slices}
+            policy = make_policies(way.schedule, placement, count, **options)[rank]
+            state = RankState(
+                placement=placement,
+                rank=rank,
+                num_microbatches=count,
+                sizes=[size / mean for size in sizes],
+                **options,
+            )
+            work = RankWork(placement, rank, way.seconds(), sleeper)
+            stages = EmulatedStages(work, placement, rank, split=way.in_v)
+            dist.barrier()
+            start_s = time.monotonic()
+            channels[placement].executor.run(stages, policy, state)
+            dist.barrier()
+            seconds = time.monotonic() - start_s
+            channels[placement].executor.finish_step()
+            work.check_complete()
+            peak = torch.tensor(state.peak_in_flight * mean * num_slices)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            records.append(
+                {"seed": seed, "way": name, "tokens": tokens, "s": seconds, "peak": float(peak)}
+            )
+    for channel in channels.values():
+        channel.close()
+    return records
+
+
+def long_tail(options: Any) -> Result:
+    """Measures all ways."""
+    seeds = list(range(1 if options.quick else 3))
+    records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
+    rows = []
+    by_way = {
+        name: list(group)
+        for name, group in itertools.groupby(
+            sorted(records, key=lambda record: record["way"]), key=lambda record: record["way"]
+        )
+    }
+    for name, measured in by_way.items():
+        peaks = [record["peak"] / LONGEST for record in measured]
+        note = f"holds {np.median(peaks):.2f} longest documents at most"
+        if name == SLICED:
+            rows.append(
+                Row(what=f"{name}: memory", value=float(np.median(peaks)), unit="longest documents")
+            )
+            continue
+        pairs = zip(measured, by_way[SLICED], strict=True)
+        ratios = [record["s"] / sliced["s"] for record, sliced in pairs]
+        rows.append(
+            Row(
+                what=f"tokens/s of slices over {name}",
+                value=float(np.median(ratios)),
+                goal=GOALS.get(name),
+                least=True,
+                samples=ratios,
+                note=note,
+            )
+        )
+    return Result(rows=rows, facts={"records": records})
+
+
+def main() -> int:
+    """Measures and prints; returns 1 if a goal is missed."""
+    options = parser_of(__doc__, ("long tail",)).parse_args()
+    return measure({"long tail": partial(long_tail, options)}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
