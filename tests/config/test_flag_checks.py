@@ -44,13 +44,13 @@ BROKEN = """\
 --num-experts 4 --moe-router-group-best 2 => --moe-router-group-best 2 | --moe-router-num-groups
 --sequence-slices 3 => --sequence-slices 3 | 32 tokens | slices of 10 | at least 16 | 2 or fewer
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
---sequence-slices 2 --pipeline-schedule auto => --sequence-slices 2 | auto | adaptive | seq-1f1b
+--sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
+    => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
 --sequence-slices 2 --context-parallel-size 2 @2
     => --sequence-slices 2 | --context-parallel-size 2 | slices of sequences
 --sequence-slices 2 --num-experts 4 => --sequence-slices 2 | --num-experts 4
 --sequence-slices 2 --multi-latent-attention => --sequence-slices 2 | --multi-latent-attention
 --sequence-slices 2 --variable-seq-lengths => --sequence-slices 2 | --variable-seq-lengths
---sequence-slices 2 --record-schedule x => --sequence-slices 2 | --record-schedule x
 --use-distributed-optimizer --optimizer sgd => --optimizer sgd | adam
 --overlap-param-gather => --overlap-param-gather | --use-distributed-optimizer
 --overlap-param-gather --use-distributed-optimizer => --overlap-param-gather | --overlap-grad-reduce

@@ -98,8 +98,6 @@ sequence_slices needs transformer_impl=local | only local layers attend to earli
 sequence_slices excludes context_parallel_size>1 multi_latent_attention mtp_num_layers
     num_moe_experts variable_seq_lengths sample_prompt stage_data_parallel_sizes
     | slices of sequences do not work with it
-sequence_slices excludes record_schedule replay_schedule repartition
-    balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16

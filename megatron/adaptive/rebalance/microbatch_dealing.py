@@ -103,8 +103,9 @@ class ReplicaDealing:
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
+        slices = self._run.job.config.schedule.sequence_slices
         for action, nanoseconds in times.actions:
-            tokens, squares = self._own[action.microbatch]
+            tokens, squares = self._own[action.microbatch // slices]
             for n, factor in enumerate((1.0, tokens, squares)):
                 sums[n] += factor * nanoseconds / 1e9
         local = torch.tensor(sums, dtype=torch.float64)

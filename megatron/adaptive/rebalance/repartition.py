@@ -229,7 +229,9 @@ class Repartitioner:
             return None
         self._since += 1
         sample = Sample(pp_rank=0)
-        sample.add(times.actions)
+        engine = self._run.forward_backward
+        assert isinstance(engine, ForwardBackward)
+        sample.add(times.actions, engine.orders.num_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s))
         if self._since < self._interval:
@@ -380,7 +382,8 @@ class Repartitioner:
                 measured,
                 run.placement,
                 run.job.config.layers_per_stage,
-                units=candidate.cap or default_cap(run.placement, num_microbatches),
+                units=candidate.cap
+                or default_cap(run.placement, num_microbatches, candidate.num_slices),
                 steps=steps,
             )
             for steps in (slice(None), slice(half), slice(half, None))
