@@ -229,9 +229,7 @@ class Repartitioner:
             return None
         self._since += 1
         sample = Sample(pp_rank=0)
-        engine = self._run.forward_backward
-        assert isinstance(engine, ForwardBackward)
-        sample.add(times.actions, engine.orders.num_slices)
+        sample.add(times.actions, self._run.job.config.schedule.sequence_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s))
         if self._since < self._interval:
