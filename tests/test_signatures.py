@@ -138,12 +138,12 @@ def _class_glosses(kind: type) -> dict[str, str]:
             draw,
             StageProfile,
             {"placement", "num_microbatches", "seed", "link", "links"}
-            | {"num_slices", "attention_share", "slice_cut"},
+            | {"num_slices", "attention_share", "slice_cut", "slice_s"},
         ),
         (
             choose_together,
             choose,
-            {"loads", "limits", "halves", "gain", "placement", "most", "quick", "num_slices"},
+            {"loads", "limits", "halves", "gain", "placement", "most", "quick"},
         ),
         (
             NcclTransport,

@@ -133,6 +133,9 @@ def test_slices_show_efficiency_and_memory(
         ("--slice-cut equal", "equal-cost"),
         ("--sequence-slices 8 --cap 0.5 --schedules adaptive", "the least cap is 1"),
         ("--sequence-slices 8 --schedules 1f1b", "it orders whole microbatches, choose one of"),
+        ("--sequence-slices 4,,8", "'' is not a whole number from 1"),
+        ("--sequence-slices 4,0", "'0' is not a whole number from 1"),
+        ("--slice-overhead -1", "'-1' is not a number from 0"),
         ("--sequence-slices 9000", "x --sequence-slices 9000 are 576,000 actions"),
     ],
 )
@@ -143,6 +146,27 @@ def test_bad_slices_are_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def steps(overhead: float) -> dict[tuple[str, int], float]:
+        words = f"{SMALL} --schedules zb-v,adaptive,hinted --sequence-slices 1,2,8 --cap 4"
+        words += f" --attention-share 0.6 --slice-overhead {overhead}"
+        assert simulate(f"{words} --json {tmp_path / 'out.json'}") == 0
+        rows = json.loads((tmp_path / "out.json").read_text())
+        return {(row["schedule"], row["sequence_slices"]): row["makespans_s"][0] for row in rows}
+
+    free, dear = steps(0.0), steps(0.2)
+    assert "left out: zb-v with 2 slices: schedule zb-v got 2 slices" in capsys.readouterr().out
+    assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
+    assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
+    # Eight slices are then too many, and whole microbatches are as before.
+    assert dear["adaptive", 2] < dear["adaptive", 8]
+    assert dear["adaptive", 1] == free["adaptive", 1]
+    # The hint is made for the longer backwards of attention.
+    assert free["hinted", 8] < 1.01 * free["adaptive", 8]
 
 
 def test_attention_moves_time_from_weight_gradients_to_backwards(

@@ -75,6 +75,8 @@ def test_a_frame_tells_everything(
     folder: Path, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
     say(folder / "traces", {"doing": "wait", "cause": "input", "done": [2, 0, 0]}, [2])
+    sliced = {"doing": "B", "chunk": 0, "microbatch": 1, "slice": 5, "done": [16, 10, 0]}
+    say(folder / "traces", sliced, [1])
     lines = frame(capsys, folder, "--width", str(width))
     assert max(len(line) for line in lines) <= width
     text = "\n".join(lines)
@@ -85,6 +87,7 @@ def test_a_frame_tells_everything(
     assert {"now", "done", "bubble", "waits", "compute", "held"} <= set(header.split())
     ranks = {line.split()[0]: line for line in lines[lines.index(header) + 1 :]}
     assert re.match(r" +0 +0 +F 3 +3\+1", ranks["0"])
+    assert re.match(r" +1 +0 +B 1\.5 +16\+10", ranks["1"])
     assert re.match(r" +2 +1 +waits input +2\+0", ranks["2"])
     assert all("3.0 MiB" in ranks[rank] for rank in "0123")
     assert [rank for rank, line in ranks.items() if " 1.50x" in line] == ["3"]

@@ -44,14 +44,14 @@ BROKEN = """\
 --num-experts 4 --moe-router-group-best 2 => --moe-router-group-best 2 | --moe-router-num-groups
 --sequence-slices 3 => --sequence-slices 3 | 32 tokens | slices of 10 | at least 16 | 2 or fewer
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
---sequence-slices 2 --pipeline-schedule auto => --sequence-slices 2 | auto | adaptive | seq-1f1b
+--sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
+    => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
 --sequence-slices 2 --context-parallel-size 2 @2
     => --sequence-slices 2 | --context-parallel-size 2 | slices of sequences
 --sequence-slices 2 --num-experts 4
     => --sequence-slices 2 | --num-experts 4 | --moe-router-load-balancing-type none | whole
 --sequence-slices 2 --num-experts 4 --moe-router-load-balancing-type none --moe-z-loss-coeff 0.1
     => --num-experts 4 | --sequence-slices 2 | --moe-z-loss-coeff 0.1
---sequence-slices 2 --record-schedule x => --sequence-slices 2 | --record-schedule x
 --slice-tokens 16 --record-schedule x => --slice-tokens 16 | --record-schedule x | between steps
 --use-distributed-optimizer --optimizer sgd => --optimizer sgd | adam
 --overlap-param-gather => --overlap-param-gather | --use-distributed-optimizer

@@ -202,3 +202,45 @@ def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> N
     held = [100, 200, 200, 130, 60, 60, 30, 30]
     assert [span.in_flight_bytes for span in spans] == held
     assert all(span.bytes == 0 for span in spans)  # what stays on the rank is no traffic
+
+
+def test_others_see_the_slice() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    pipeline = Ranks(placement)
+    executor = make_executor(pipeline, pp_rank=0)
+    policy = make_policies("seq-1f1b", placement, 2, num_slices=2)[0]
+    seen: list[tuple[Any, ...]] = []
+    needs: list[Any] = []
+
+    class Watched(Counting):
+        def forward(self, *given: Any) -> Any:
+            seen.append(shown())
+            return super().forward(*given)
+
+        def backward(self, *given: Any) -> Any:
+            seen.append(shown())
+            return super().backward(*given)
+
+    def shown() -> tuple[Any, ...]:
+        now = executor.snapshot()
+        return now["doing"], now["microbatch"], now["slice"]
+
+    def pick(state: RankState) -> Action | None:
+        action = policy.pick(state)
+        if action is None:
+            needs.extend(executor.evidence()["needs"])
+            due = policy.order[state.num_started]
+            payload = torch.tensor([due.microbatch, 1], dtype=torch.float64)
+            label = Label(0, Action(B, 0, due.microbatch))
+            pipeline.transports[0].completions.put(arrival(label, 11, payload))
+        return action
+
+    executor.run(Watched(placement, 0), Picks(pick), pipeline.state(0, 2, num_slices=2))
+    assert [item for item in seen if item[0] == "F"] == [
+        ("F", m, p) for m in (0, 1) for p in (0, 1)
+    ]
+    assert [item for item in seen if item[0] == "B"] == [
+        ("B", m, p) for m in (0, 1) for p in (1, 0)
+    ]
+    # The last slice's backward is the first that the sender runs.
+    assert needs[0][1:] == [B, 0, 0, "0.1"]

@@ -8,14 +8,19 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.policy_factory import Orders
-from megatron.adaptive.schedule.catalog import is_rule, policy_names
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.catalog import is_rule, make_schedule, policy_names
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.microbatch_assignment import Dealer
+from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.schedule_file import save
 from megatron.adaptive.schedule.simulate import run_states
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.unequal_widths import Widths
@@ -141,6 +146,36 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
     orders.recut(4)
     assert orders.policy(3, forward_only=False) is policy
     assert orders.state(3, forward_only=False).num_items == 12
+
+
+def test_a_file_needs_the_slices_of_the_run(tmp_path: Path) -> None:
+    placement = Placement(num_ranks=2, num_chunks=1, kind="loop")
+    save(make_schedule("seq-1f1b", placement, 2, num_slices=3), tmp_path / "order.json")
+
+    def orders(slices: int) -> Orders:
+        file = str(tmp_path / "order.json")
+        shares = (1 / slices,) * slices
+        return Orders(
+            schedule="file", placement=placement, pp_rank=1, schedule_file=file, slice_shares=shares
+        )
+
+    policy = orders(3).policy(2, forward_only=False)
+    assert isinstance(policy, Follow)
+    assert len(policy.order) == 2 * 2 * 3
+    for slices, text in ((1, "whole microbatches"), (2, "2 slices per microbatch")):
+        message = f"has 3 slices per microbatch, and this run has {text}: set --sequence-slices 3"
+        with pytest.raises(ConfigError, match=message):
+            orders(slices)
+
+
+def test_a_default_cap_counts_slices() -> None:
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    shares = (0.25,) * 4
+    orders = Orders(schedule="adaptive", placement=placement, pp_rank=0, slice_shares=shares)
+    cap = orders.candidate(8).cap
+    assert cap == default_cap(placement, 8, 4)
+    assert cap is not None
+    assert cap < default_cap(placement, 8)
 
 
 def test_channels_hold_what_the_hungriest_rank_of_unequal_stages_keeps() -> None:

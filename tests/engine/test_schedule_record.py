@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest
 
 from megatron.adaptive.engine.schedule_record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.errors import ConfigError, TraceError
-from megatron.adaptive.schedule.catalog import make_policies
+from megatron.adaptive.schedule.catalog import make_candidate, make_policies
+from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.validate import validate
+from megatron.adaptive.schedule.workload import StageTimes, draw
 
 from ..multiprocess.launch import ROOT
 from .conftest import Start
@@ -205,3 +209,49 @@ def test_ranks_write_one_file(start: Start) -> None:
 def test_a_record_is_read_without_torch() -> None:
     code = "import sys, megatron.adaptive.engine.schedule_record; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
+    pieces: int, tmp_path: Path
+) -> None:
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    rng = random.Random(pieces)
+    for _ in range(30):
+        count, recorded, other = (rng.choice((1, 2, 3, 5)) for _ in range(3))
+        rule = make_candidate(
+            "adaptive",
+            4,
+            2,
+            count,
+            weight_pieces=pieces,
+            cap=rng.uniform(1, 3),
+            num_slices=recorded,
+        )
+        times = StageTimes.equal(8, forward_s=1.0, backward_s=1.0, weight_s=1.0)
+        work = draw(
+            placement, count, times, seed=rng.randrange(1000), action_sigma=0.5, num_slices=recorded
+        )
+        ran = rule.simulate(work, compiled=False)
+        shape = RecordShape.of(placement, pieces, slices=recorded)
+        record = ScheduleRecord(shape)
+        record.add(1, [codes.tolist() for codes in ran.codes])
+        record.save(tmp_path / "record.json")
+        loaded = ScheduleRecord.load(tmp_path / "record.json")
+        assert loaded.shape == shape
+        for slices in {recorded, other}:
+            orders = []
+            for rank in range(4):
+                replay = Replay(loaded, dataclasses.replace(shape, slices=slices), rank)
+                replay.begin(1)
+                orders.append(replay.policy(count).order)
+            schedule = Schedule(
+                name="replay",
+                placement=placement,
+                num_microbatches=count,
+                orders=tuple(orders),
+                num_slices=slices,
+            )
+            validate(schedule)  # each action once, and no rank waits forever
+            if slices == recorded:
+                assert schedule.orders == ran.to_schedule("ran").orders

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.engine.executor import SHORT_NS, ActionInput, StepLog
+from megatron.adaptive.engine.step_log import SHORT_NS, ActionInput, StepLog
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.rank_state import RankState

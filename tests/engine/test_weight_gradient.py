@@ -183,7 +183,7 @@ def test_slices_of_a_microbatch_descend() -> None:
     for item in order:
         store.run(item, 0, 1)
     assert store.pending == 0
-    with pytest.raises(ScheduleError, match="of microbatch 4 was started after"):
+    with pytest.raises(ScheduleError, match=r"of microbatch 1\.1 was started after"):
         collect(store, 4, [weight()])
 
 

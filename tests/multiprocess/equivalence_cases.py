@@ -395,6 +395,7 @@ SLICED = (
     Case("dfc", pp=2, model=MODERN_LONG, extra=f"{SLICES} 4 {KERNEL} --activation-cap 1"),
     Case("seq-1f1b", pp=2, model=GEMMA_LONG, extra=f"{SLICES} 4 {RECOMPUTE}"),
     Case("adaptive", dp=2, model=LONG, extra=f"{SLICES} 2 --overlap-grad-reduce"),
+    Case("adaptive", dp=2, model=LONG, extra=f"{SLICES} 2 --balance-replicas speed"),
     Case("adaptive", pp=2, dp=2, model=LONG, extra=f"{SLICES} 4 --overlap-grad-reduce"),
     Case("adaptive", tp=2, pp=2, chunks=2, model=WINDOWS_LONG, extra=f"{SLICES} 4 {V} {SEQUENCE}"),
     Case("adaptive", pp=4, chunks=2, model=MODERN_LONG, extra=f"{SLICES} 4 {V} --activation-cap 1"),
@@ -592,7 +593,7 @@ def every_placement() -> tuple[Case, ...]:
 # Every job whose numbers must be those of one process, up to rounding.
 COMPARED = (
     *(*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT),
-    *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS),
+    *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS, *SLICED),
 )
 
 

@@ -113,6 +113,9 @@ def test_refused(tmp_path: Path) -> None:
         calibrate(_model(11), [traced])
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
+    sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
+    with pytest.raises(ConfigError, match="times of 2 slices .*: trace a run with --sequence-sl"):
+        calibrate(_model(12), [sliced])
 
 
 def test_rank_correlation_shares_equal_ranks() -> None:

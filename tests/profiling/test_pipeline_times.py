@@ -115,3 +115,13 @@ def test_the_share_is_that_of_the_block_in_its_model() -> None:
     measured.close()
     assert not model._forward_hooks
     assert not block._forward_pre_hooks
+
+
+def test_slices_of_a_microbatch_are_added_up() -> None:
+    # Two microbatches of two slices each; the weight gradients of a slice are cut in two.
+    actions = [(Action(F, 0, item), 10 + item) for item in range(4)]
+    actions += [(Action(B, 0, item), 20 + item) for item in (1, 0, 3, 2)]
+    actions += [(Action(W, 0, item, piece), 5) for item in (1, 0, 3, 2) for piece in (0, 1)]
+    sample = Sample(pp_rank=0)
+    sample.add(actions, 2)
+    assert sample.durations_ns == {(F, 0): [21, 25], (B, 0): [41, 45], (W, 0): [20, 20]}

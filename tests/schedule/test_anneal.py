@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.adaptive.schedule.anneal import improve
-from megatron.adaptive.schedule.catalog import ANNEALED, make_policies
+from megatron.adaptive.schedule.catalog import ANNEALED, make_candidate, make_policies
 from megatron.adaptive.schedule.choose_by_simulation import choose
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.schedule import Schedule
@@ -97,3 +99,36 @@ def test_a_long_step_is_left_as_it_is() -> None:
     work = draw(placement, 1100, StageTimes.equal(4, forward_s=1.0, backward_s=1.0, weight_s=1.0))
     before = made(placement, work, 1100, 4.0, 1, "adaptive").to_schedule("adaptive")
     assert improve(before, work, 4.0) is None
+
+
+@pytest.mark.parametrize(("slices", "share", "pieces"), [(4, 0.6, 1), (3, 0.0, 4), (2, 0.4, 0)])
+def test_an_order_of_slices_gets_faster_within_the_cap(
+    slices: int, share: float, pieces: int
+) -> None:
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    times = StageTimes.equal(8, forward_s=1.0, backward_s=1.0 + share, weight_s=1.0 - share)
+    profile = StageProfile(times=times, link=Link(latency_s=0.1), attention_share=share)
+    work = draw(placement, 3, profile, num_slices=slices)
+    start = make_candidate("adaptive", 4, 2, 3, cap=1.0, weight_pieces=pieces, num_slices=slices)
+    ran = start.simulate(work, compiled=True)
+    better = improve(ran.to_schedule("adaptive"), work, 1.0)
+    assert better is not None
+    validate(better)
+    assert better.num_slices == slices
+    made = replace(start, name=ANNEALED, hint=better)
+    followed = made.simulate(work, compiled=True)
+    assert followed.makespan_s < 0.98 * ran.makespan_s
+    assert max(followed.peak_units) <= 1.0 + 1e-6
+
+
+def test_auto_follows_an_improved_order_of_slices_if_memory_is_short() -> None:
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    times = StageTimes.equal(8, forward_s=1.0, backward_s=1.6, weight_s=0.4)
+    profile = StageProfile(times=times, attention_share=0.6)
+    choice = choose(
+        profile, placement=placement, num_microbatches=4, most=1.0, splittable=True, num_slices=4
+    )
+    assert choice.best.num_slices == 4
+    assert choice.best.hint is not None
+    rules = [o for o in choice.outcomes if o.candidate.hint is None]
+    assert choice.step_s < 0.95 * min(outcome.mean_s for outcome in rules)

@@ -153,9 +153,10 @@ class _Step:
                     cause = "memory"
                 more = {"peer": source, "of": kind, "reason": reasons[cause]}
                 waits.append(_row("wait", free, start, **place, **more))
-            if kind == F and stage == 0:
-                read = min(start + data_ns[microbatch], end)
-                data.append(_row("data", start, read, microbatch=microbatch))
+            slices = self._result.workload.num_slices
+            if kind == F and stage == 0 and microbatch % slices == 0:
+                read = min(start + data_ns[microbatch // slices], end)
+                data.append(_row("data", start, read, microbatch=microbatch // slices))
             went = kind in (F, B) and self._onward(kind, stage) is not None
             held += kind == F
             actions.append(

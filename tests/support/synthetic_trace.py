@@ -128,6 +128,7 @@ class SyntheticRun:
         clock_drift_ppm: and run faster or slower by up to so much.
         faults: what is wrong.
         is_dealt: microbatches are dealt over replicas by what they take; for real runs.
+        num_slices: slices of equal cost into which each microbatch is cut.
         seed: of everything random.
     """
 
@@ -159,6 +160,7 @@ class SyntheticRun:
     clock_drift_ppm: float = 0.0
     faults: tuple[Fault, ...] = ()
     is_dealt: bool = False
+    num_slices: int = 1
     seed: int = 0
 
     @property
@@ -213,9 +215,10 @@ class _Writer:
             run.num_chunks,
             run.num_microbatches,
             weight_pieces=run.weight_pieces,
+            num_slices=run.num_slices,
         )
         self._policies = _policies(self._candidate, run.num_microbatches)
-        actions = run.num_microbatches * (2 + self._candidate.weight_pieces)
+        actions = run.num_microbatches * run.num_slices * (2 + self._candidate.weight_pieces)
         actions *= run.world_size * self._candidate.placement.num_chunks * run.iterations
         self._compiled = actions > COMPILE_FROM
         for fault in run.faults:
@@ -286,6 +289,7 @@ class _Writer:
             clock=f"clock of host{host}",
             layers=(run.layers,) * self._candidate.placement.num_stages,
             work=self._planned_work(),
+            num_slices=run.num_slices,
         )
 
     def _planned_work(self) -> tuple[float, ...]:
@@ -302,7 +306,7 @@ class _Writer:
         """Simulates one replica's step; peers in its rows are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
-        work.durations_ps[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
+        work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
         result = simulate(
             self._candidate.placement,
             run.num_microbatches,
@@ -421,6 +425,7 @@ def draw_step(
         link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
         links=links,
         rank_factors=factors,
+        num_slices=run.num_slices,
     )
     durations = work.durations_ps.copy()
     durations[:, -1] = np.rint(durations[:, -1] * (1 + run.head / run.layers))

@@ -36,8 +36,8 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 def chain(last: RankEvidence) -> list[RankEvidence]:
     """Ranks 0 and 1, which wait for each other's neighbour up to rank 2."""
     return [
-        make_rank(0, needs=[[1, "B", 0, 0]], now={"finished": {"F0": 2}}),
-        make_rank(1, needs=[[2, "B", 0, 0]], now={"finished": {"F0": 1}}),
+        make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
+        make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
         last,
     ]
 
@@ -91,8 +91,8 @@ def test_of_two_that_wait_for_nobody_the_one_that_more_wait_for() -> None:
 def test_a_message_that_was_sent_and_did_not_arrive() -> None:
     found = find_culprit(
         [
-            make_rank(0, needs=[[1, "B", 0, 0]], now={"finished": {"F0": 3}}),
-            make_rank(1, needs=[[0, "F", 0, 1]], now={"finished": {"F0": 1}}),
+            make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 3}}),
+            make_rank(1, needs=[[0, "F", 0, 1, "1"]], now={"finished": {"F0": 1}}),
         ]
     )
     assert (found.ranks, found.cause) == ((0, 1), "network")
@@ -104,7 +104,7 @@ def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
     found = find_culprit(
         [
             make_rank(
-                0, needs=[[1, "B", 0, 0]], now={**counts(world=7), "doing": "wait", "step": 3}
+                0, needs=[[1, "B", 0, 0, "0"]], now={**counts(world=7), "doing": "wait", "step": 3}
             ),
             make_rank(1, frames=IN_COLLECTIVE, now={**counts(world=8), "step": 4}),
         ]
@@ -115,8 +115,8 @@ def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
 def test_orders_that_contradict_each_other() -> None:
     found = find_culprit(
         [
-            make_rank(0, needs=[[1, "B", 0, 0]], now={"finished": {"F0": 1}}),
-            make_rank(1, needs=[[0, "F", 0, 1]], now={"finished": {"F0": 1}}),
+            make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
+            make_rank(1, needs=[[0, "F", 0, 1, "1"]], now={"finished": {"F0": 1}}),
         ]
     )
     assert (found.ranks, found.cause) == ((0, 1), "deadlock")

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from megatron.adaptive.cli.common import show
@@ -17,7 +18,7 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, coun
 from megatron.adaptive.config.sequence_slices import SLICE_CUTS
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_candidate, policy_names
-from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate
+from megatron.adaptive.schedule.choose_by_simulation import CandidateOutcome, evaluate, pace_of
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
@@ -37,9 +38,10 @@ def main(argv: Sequence[str]) -> int:
     _check_work(options, len(seeds))
     outcomes, refused = _simulate(options, profile, list(seeds))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
-    if options.sequence_slices > 1:
+    if max(options.sequence_slices) > 1:
+        counts = " or ".join(map(str, options.sequence_slices))
         draws += (
-            f"\n{options.sequence_slices} slices per microbatch, {options.slice_cut};"
+            f"\n{counts} slices per microbatch, {options.slice_cut};"
             f" attention is {profile.attention_share:.0%} of a forward"
         )
     _print_table(draws, outcomes)
@@ -72,16 +74,23 @@ def _simulate(
     """
     outcomes: list[CandidateOutcome] = []
     refused: dict[str, ScheduleError] = {}
-    for name in map(str.strip, options.schedules.split(",")):
+    counts = options.sequence_slices
+    names = [name.strip() for name in options.schedules.split(",")]
+    for name, num_slices in product(names, counts):
         try:
             is_rule(name)
         except ScheduleError as error:
             raise ConfigError(f"--schedules {options.schedules}: {error}") from error
         try:
-            candidate = _candidate(options, name)
+            candidate = _candidate(options, name, num_slices)
+            if num_slices > 1:
+                # "hinted" needs the pace to choose the order that it follows. Attention makes
+                # backwards longer, and weight gradients shorter, than forwards.
+                candidate = replace(candidate, pace=pace_of(profile))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
-            refused[name] = error
+            slices = f" with {num_slices} slices" if len(counts) > 1 else ""
+            refused[f"{name}{slices}"] = error
     if not outcomes:
         reasons = "; ".join(map(str, refused.values()))
         raise ConfigError(f"--schedules {options.schedules}: {reasons}")
@@ -146,16 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
     slow = "rank that is slower by this factor; may be repeated"
     add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
-    slices = parser.add_argument_group("sequence slices")
-    add = slices.add_argument
-    text = "slices into which each microbatch is cut along its sequence"
-    add("--sequence-slices", type=count, default=1, metavar="N", help=text)
-    text = (
-        "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
-    )
-    add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
-    text = "slices that cost the same, or that have as many tokens"
-    add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
+    _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
     add("--cap", type=float, metavar="MICROBATCHES", help="most activations in a rank's memory")
@@ -176,6 +176,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_slices(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sequence slices").add_argument
+    text = "slices into which each microbatch is cut along its sequence; several numbers to compare"
+    add("--sequence-slices", type=_counts, default=[1], metavar="N,N", help=text)
+    text = (
+        "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
+    )
+    add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
+    text = "slices that cost the same, or that have as many tokens"
+    add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
+    text = "seconds that each slice after the first adds to a rank's forward, and to its backward"
+    add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
+
+
+def _counts(text: str) -> list[int]:
+    """Parses numbers from 1, separated by commas."""
+    return [count(part.strip()) for part in text.split(",")]
+
+
 def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
@@ -183,7 +202,10 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
             raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
         profile = load_profile(options.profile, num_stages=num_stages)
         return replace(
-            profile, attention_share=options.attention_share, slice_cut=options.slice_cut
+            profile,
+            attention_share=options.attention_share,
+            slice_cut=options.slice_cut,
+            slice_s=options.slice_overhead / options.chunks,
         )
     chunks = options.chunks
     share = options.attention_share
@@ -205,16 +227,18 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
         microbatch_sigma=options.microbatch_jitter,
         attention_share=share,
         slice_cut=options.slice_cut,
+        slice_s=options.slice_overhead / chunks,
     )
 
 
 def _check_work(options: argparse.Namespace, draws: int) -> None:
     """Raises an error if the simulation would take many minutes or too much memory."""
-    work = options.stages * options.chunks * options.microbatches * options.sequence_slices
+    most = max(options.sequence_slices)
+    work = options.stages * options.chunks * options.microbatches * most
     if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
         slices = ""
-        if options.sequence_slices > 1:
-            slices = f" x --sequence-slices {options.sequence_slices}"
+        if most > 1:
+            slices = f" x --sequence-slices {most}"
         raise ConfigError(
             f"--stages {options.stages} x --chunks {options.chunks} x --microbatches"
             f" {options.microbatches}{slices} are {work:,} actions, drawn {draws} times: give at"
@@ -237,7 +261,7 @@ def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
     return tuple(factors)
 
 
-def _candidate(options: argparse.Namespace, name: str) -> Candidate:
+def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candidate:
     return make_candidate(
         name,
         options.stages,
@@ -246,7 +270,7 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         placement_kind=options.placement,
         cap=options.cap,
         weight_pieces=options.weight_pieces,
-        num_slices=options.sequence_slices,
+        num_slices=num_slices,
     )
 
 

@@ -304,7 +304,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
     if now is None or word in ("ended", "gone", "not started", "unreadable"):
         return text
     if word in DRAWN_ACTIONS and now.microbatch >= 0:
-        text.append(f" {now.microbatch}")
+        text.append(f" {now.microbatch}" + (f".{now.slice}" if now.slice >= 0 else ""))
     if word in DRAWN_ACTIONS and chunks > 1:
         text.append(f" chunk {now.chunk}", style="dim")
     if now.since_s >= 1:

@@ -493,7 +493,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
     report = _report(selection)
     lines = [
         f"{run.origin}: run {run.run}, schedule {step.schedule}, {run.num_ranks} ranks x "
-        f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
+        f"{run.num_chunks} chunks, {step.microbatches}{step.replica}",
         f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
         f"bubble {report['bubble_fraction']:.1%} (idle / step time){run.bubble_note}",
         *_length_lines(step.lengths),

@@ -112,8 +112,6 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     | they look at all tokens of a microbatch, not of a slice
 slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
     | the number of slices differs between steps
-sequence_slices excludes record_schedule replay_schedule repartition
-    balance_replicas=speed,both | it reads times or orders of whole microbatches
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16

@@ -76,7 +76,11 @@ keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwa
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forwards
 sequence_slices needs pipeline_schedule={
-        names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
+        names(
+            lambda spec: (
+                spec.orders_slices or (spec.kind in ("rule", "auto", "file") and not spec.is_own)
+            )
+        )
     }
     | the others order whole microbatches
 slice_tokens needs pipeline_schedule={

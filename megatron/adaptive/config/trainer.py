@@ -141,6 +141,12 @@ class TrainerConfig:
         return max(1, min(-(-length // tokens), length // least_row(1, self._slice_multiple)))
 
     @property
+    def constant_slices(self) -> int:
+        """Number of slices per microbatch in all steps; 1 if it differs between steps."""
+        is_constant = self.schedule.slice_tokens is None or not self.data.variable_seq_lengths
+        return self.num_slices if is_constant else 1
+
+    @property
     def cuts_sequences(self) -> bool:
         """Whether microbatches may be cut into several slices, or packed for slices."""
         packs = self.schedule.slice_tokens is not None and self.data.variable_seq_lengths

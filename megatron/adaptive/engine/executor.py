@@ -20,23 +20,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.lanes import Lanes
+from megatron.adaptive.engine.step_log import ActionInput, LaunchedAction, StepLog
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
-from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind
-from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reasons_of
+from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, item_label, mirrored
+from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.trace_format import KINDS, REASONS, SpanRow
-from megatron.adaptive.transport.interface import Arrival, Item, Label, Notice, Transport
+from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
 
 _LAUNCH_AHEAD = 1
 """Minimum number of unfinished actions on the device when a run-time rule chooses the next one.
@@ -51,46 +51,6 @@ late.
 """
 _MOST_AHEAD = 8
 """Maximum number of unfinished actions allowed in addition to ``_LAUNCH_AHEAD``."""
-
-
-class ActionInput(NamedTuple):
-    """Contains the input tensor of an action, and where and when it came from.
-
-    Attributes:
-        tensor: Input tensor, ``None`` if the action needs no input from another stage.
-        nbytes: Size of the tensor in bytes; 0 if another stage on this rank computed it.
-        peer: Global rank of the sender; -1 if another stage on this rank computed the tensor.
-        arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
-            does not report it, the time at which the executor first saw the input; 0 if the step is
-            not traced.
-        is_exact: Whether ``arrived_ns`` is the actual time of arrival.
-    """
-
-    tensor: torch.Tensor | None = None
-    nbytes: int = 0
-    peer: int = -1
-    arrived_ns: int = 0
-    is_exact: bool = True
-
-
-class LaunchedAction(NamedTuple):
-    """Records an action that has run on the CPU, or was launched on a device.
-
-    Attributes:
-        action: Action that was run or launched.
-        start: Time mark of the device before the action (an event on a GPU).
-        end: Time mark of the device after the action (an event on a GPU).
-        nbytes: Number of bytes that the action received from and sent to other ranks.
-        held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of inputs that had arrived while their actions had not started yet.
-    """
-
-    action: Action
-    start: Any
-    end: Any
-    nbytes: int
-    held_bytes: int
-    queue_depth: int
 
 
 _NO_INPUT = ActionInput()
@@ -256,11 +216,19 @@ class Executor:
             fields |= {"doing": kinds[number].value, "chunk": chunk}
             # For W this number would count parts, not microbatches.
             if kinds[number] is not ActionKind.W:
-                fields["microbatch"] = codes.count(codes[-1]) - 1
+                fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
         else:
             fields["cause"] = "" if self._log is None else self._log.wait_cause()
         done = [code // chunks for code in codes[:finished]]
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
+
+    def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
+        """Returns the microbatch of a chunk's action number ``turn``, and its slice if any."""
+        slices = 1 if self._state is None else self._state.num_slices
+        if slices == 1:
+            return {"microbatch": turn}
+        item = turn if kind is ActionKind.F else mirrored(turn, slices)
+        return {"microbatch": item // slices, "slice": item % slices}
 
     def evidence(self) -> dict[str, Any]:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
@@ -268,9 +236,10 @@ class Executor:
         Returns:
             Fields of ``snapshot()`` and three others. ``step`` is the number of the step.
             ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages that this rank waits for: global rank of the sender, and kind, chunk and
-            microbatch of the sender's action. Between two steps the only field is ``step``, the
-            number of the next step.
+            messages that this rank waits for: global rank of the sender, then kind and chunk of
+            the sender's action, its number among the sender's actions of this kind and chunk, and
+            its microbatch as text. Between two steps the only field is ``step``, the number of the
+            next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -294,8 +263,10 @@ class Executor:
             source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
                 continue
-            sender, microbatch = self._route(source[0], action.microbatch)
-            needs.append([sender, action.kind, source[1], microbatch])
+            sender, item = self._route(source[0], action.microbatch)
+            slices = state.num_slices
+            turn = item if action.kind is ActionKind.F else mirrored(item, slices)
+            needs.append([sender, action.kind, source[1], turn, item_label(item, slices)])
         return {**fields, "step": self._step, "finished": finished, "needs": needs}
 
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
@@ -355,7 +326,7 @@ class Executor:
         self._away_ns = lanes.away_ns
         # Actions may end in another order than they started. Reasons and trace records list them in
         # the order they started, so sort them.
-        started = actions_of(self._codes, self._num_chunks, state.weight_pieces)
+        started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
 
@@ -395,8 +366,8 @@ class Executor:
         """Waits until the input of an action that the leader chose is marked as arrived."""
         if self._decides or not state.is_possible(action):
             raise ScheduleError(
-                f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
-                f"pipeline, which cannot start: {state.why_not(action)}; "
+                f"policy {policy.name} picked {action.label(state.num_slices)} on rank "
+                f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
         # The leader chose the action, so its input has arrived here, in the completion queue.
@@ -500,8 +471,8 @@ class Executor:
             return 0  # no stage needs the loss, or the input gradient of the first stage
         if tensor is None:
             raise ScheduleError(
-                f"{action} on rank {self._pp_rank} of the pipeline gave no gradient for the stage "
-                "before it; does its input require one?"
+                f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline gave no "
+                "gradient for the stage before it; does its input require one?"
             )
         rank, chunk = target
         if rank == self._pp_rank:
@@ -556,9 +527,9 @@ class Executor:
         if isinstance(item, Arrival):
             if step != self._step:
                 raise TransportError(
-                    f"rank {item.peer} sent {action} of step {step} to rank {self._pp_rank} of the "
-                    f"pipeline, which is in step {self._step}; the ranks ran different numbers of "
-                    "steps"
+                    f"rank {item.peer} sent {action.label(state.num_slices)} of step {step} to "
+                    f"rank {self._pp_rank} of the pipeline, which is in step {self._step}; the "
+                    "ranks ran different numbers of steps"
                 )
             arrived_ns = 0
             is_exact = True
@@ -579,184 +550,6 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
     for action, duration_ns in actions:
         times.setdefault((action.kind, action.chunk), []).append(duration_ns)
     return {key: sum(each) // len(each) for key, each in times.items()}
-
-
-_TRACE_NUMBER = {kind: KINDS.index(kind.value) for kind in ActionKind}
-_WAIT, _SEND, _RECEIVE = (KINDS.index(kind) for kind in ("wait", "send", "receive"))
-_REASON = {word: number for number, word in enumerate(REASONS)}
-_INPUT, _MEMORY, _ORDER, _GROUP = (_REASON[word] for word in ("input", "memory", "order", "group"))
-_SEEN = _REASON["seen"]
-_FOUND = _REASON["found"]
-
-SHORT_NS = 20_000
-"""Minimum duration of a follower's wait for the leader's decision to be traced, in nanoseconds."""
-
-
-class StepLog:
-    """Records the waits, the messages and the reason for each choice in one traced step.
-
-    All times are read from the host's monotonic clock (:meth:`now_ns`). On a device, the start of
-    an action here is the time at which it is launched.
-
-    Args:
-        policy: Policy that chooses the actions.
-        num_chunks: Number of model chunks on the rank.
-    """
-
-    def __init__(self, policy: Policy, num_chunks: int) -> None:
-        self._policy = policy
-        self._num_chunks = num_chunks
-        self._rows: list[SpanRow] = []
-        self._since_ns = 0  # start of the current wait, 0 if the rank is not waiting
-        self._until_ns = 0
-        self._cause = _INPUT
-        self._waker = -1
-        self._by_group = False  # True if a notice of another group member ended the wait
-
-    def now_ns(self) -> int:
-        """Returns the current time of the host's monotonic clock, in nanoseconds."""
-        return time.monotonic_ns()
-
-    def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns the arrival time of an input in nanoseconds, and whether this time is exact.
-
-        If the transport does not report the time, the current time is returned. It is exact if the
-        executor was waiting for the input.
-        """
-        reported_ns = item.arrived_ns
-        return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
-
-    def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records that a wait begins, because no action can start.
-
-        Does nothing if the rank is already waiting.
-        """
-        if self._since_ns:
-            return
-        self._since_ns = now_ns
-        self._cause = _INPUT
-        ready = state.ready()
-        if ready:
-            fits = any(state.fits(action) for action in ready)
-            self._cause = _ORDER if fits else _MEMORY
-
-    def wait_ends(self, item: Item) -> None:
-        """Records that an input arrived, so that an action may now be able to start."""
-        self._until_ns = self.now_ns()
-        self._waker = item.peer
-        self._by_group = isinstance(item, Notice)
-
-    def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the leader's decision has arrived, which ends the wait for the decision."""
-        now_ns = self.now_ns()
-        if now_ns - asked_ns < SHORT_NS:
-            return
-        self.wait_begins(asked_ns, state)
-        if self._cause == _ORDER:
-            self._cause = _GROUP  # an action was ready here, so only the group caused the wait
-        self._until_ns = now_ns
-        self._waker = -1
-        self._by_group = True
-
-    def wait_cause(self) -> str:
-        """Returns the cause of the current wait; empty if the rank is not waiting."""
-        return REASONS[self._cause] if self._since_ns else ""
-
-    def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records that an action starts, and when its input arrived."""
-        now_ns = self.now_ns()
-        peer = action_input.peer
-        arrived_ns = action_input.arrived_ns
-        kind = _TRACE_NUMBER[action.kind]
-        chunk = action.chunk
-        microbatch = action.microbatch
-        if self._since_ns:
-            cause = self._cause
-            waker = peer
-            if self._by_group and peer >= 0 and arrived_ns <= self._since_ns:
-                cause = _GROUP  # the input had arrived here, but not on all members
-            if peer < 0 or cause == _GROUP:
-                waker = self._waker
-            self._rows.append(
-                SpanRow(
-                    kind=_WAIT,
-                    chunk=chunk,
-                    microbatch=microbatch,
-                    piece=action.piece,
-                    start_ns=self._since_ns,
-                    end_ns=self._until_ns,
-                    peer=waker,
-                    of=kind,
-                    reason=cause,
-                )
-            )
-            self._since_ns = 0
-        if peer >= 0:
-            reason = _SEEN if action_input.is_exact else _FOUND
-            self._rows.append(
-                SpanRow(
-                    kind=_RECEIVE,
-                    chunk=chunk,
-                    microbatch=microbatch,
-                    start_ns=arrived_ns,
-                    end_ns=now_ns,
-                    bytes=action_input.nbytes,
-                    peer=peer,
-                    of=kind,
-                    reason=reason,
-                )
-            )
-
-    def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Records that the transport has taken a message.
-
-        The message is the input of ``action`` on the rank ``peer``.
-        """
-        end_ns = self.now_ns()
-        self._rows.append(
-            SpanRow(
-                kind=_SEND,
-                chunk=action.chunk,
-                microbatch=action.microbatch,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                bytes=nbytes,
-                peer=peer,
-                of=_TRACE_NUMBER[action.kind],
-            )
-        )
-
-    def rows(
-        self,
-        launched: Sequence[LaunchedAction],
-        times: Sequence[tuple[int, int]],
-        codes: Sequence[int],
-    ) -> list[SpanRow]:
-        """Returns the step's waits, messages and actions as rows of the trace.
-
-        Args:
-            launched: Records of the step's actions, in the order they started.
-            times: Start and end of each action, in nanoseconds.
-            codes: Codes ``kind * num_chunks + chunk`` of these actions, in the same order.
-        """
-        reasons = reasons_of(self._policy, codes, self._num_chunks)
-        for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):
-            action = entry.action
-            self._rows.append(
-                SpanRow(
-                    kind=_TRACE_NUMBER[action.kind],
-                    chunk=action.chunk,
-                    microbatch=action.microbatch,
-                    piece=action.piece,
-                    start_ns=start_ns,
-                    end_ns=end_ns,
-                    bytes=entry.nbytes,
-                    in_flight_bytes=entry.held_bytes,
-                    queue_depth=entry.queue_depth,
-                    reason=_REASON[reason],
-                )
-            )
-        return self._rows
 
 
 class ActivationMeter:

@@ -212,6 +212,7 @@ def open_trace(
     work: Sequence[float] = (),
     pp_rank: int | None = None,
     model_groups: ModelGroups | None = None,
+    num_slices: int = 1,
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -230,6 +231,7 @@ def open_trace(
         pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
             megatron-core.
         model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
 
     Raises:
         TraceError: The file cannot be written.
@@ -256,6 +258,7 @@ def open_trace(
         layers=tuple(layers),
         work=tuple(work),
         gpu_ranks=job.accelerator.shares,
+        num_slices=num_slices,
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(

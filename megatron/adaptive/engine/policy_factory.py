@@ -55,8 +55,8 @@ class Orders:
             ``Replay.begin`` before each step.
 
     Raises:
-        ConfigError: The schedule file is for another pipeline, or has W actions although ``splits``
-            is false.
+        ConfigError: The schedule file is for another pipeline or number of slices, or has W actions
+            although ``splits`` is false.
         ScheduleError: The file contains no order, or the schedule does not exist.
     """
 
@@ -85,7 +85,9 @@ class Orders:
         self._from_file: Schedule | None = None
         weight_pieces = 0
         if schedule_file is not None:
-            self._from_file = _load_schedule(schedule_file, placement, splits=splits)
+            self._from_file = _load_schedule(
+                schedule_file, placement, splits=splits, num_slices=len(self._shares)
+            )
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
@@ -106,6 +108,11 @@ class Orders:
     def schedule(self) -> str:
         """Returns the name of the schedule or run-time rule in use, which may be ``auto``."""
         return self._chosen.name
+
+    @property
+    def num_slices(self) -> int:
+        """Returns the number of slices of each microbatch, 1 for whole microbatches."""
+        return len(self._shares)
 
     @property
     def _spec(self) -> ScheduleSpec | None:
@@ -253,7 +260,8 @@ class Orders:
                     f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches and "
                     f"this step has {num_microbatches}; set --global-batch-size to match it"
                 )
-            return Follow(schedule.orders[self.pp_rank], schedule.name)
+            order = schedule.orders[self.pp_rank]
+            return Follow(order, schedule.name, num_slices=schedule.num_slices)
         name = "forward-only" if forward_only else _simulated_name(self.schedule)
         if self.widths is not None:
             return unequal_widths.make_policy(name, self.widths, self.pp_rank, num_microbatches)
@@ -268,7 +276,7 @@ def _rows(sizes: Sequence[float], num_microbatches: int) -> Iterator[Sequence[fl
         yield sizes[first : first + each]
 
 
-def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
+def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
     """Loads the file of ``--schedule-file``, and checks that it is for this pipeline."""
     schedule = load(Path(path))
     its = schedule.placement
@@ -279,10 +287,10 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule
             f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
             "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
         )
-    if schedule.num_slices > 1:
+    if schedule.num_slices != num_slices:
         raise ConfigError(
-            f"--schedule-file {path} has {schedule.num_slices} slices per microbatch, and this run "
-            "has whole microbatches: give an order without slices"
+            f"--schedule-file {path} has {_slices(schedule.num_slices)}, and this run has "
+            f"{_slices(num_slices)}: set --sequence-slices {schedule.num_slices} to match"
         )
     if schedule.weight_pieces and not splits:
         raise ConfigError(
@@ -290,6 +298,10 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule
             "computes them within the backward: give --split-backward True"
         )
     return schedule
+
+
+def _slices(num_slices: int) -> str:
+    return "whole microbatches" if num_slices == 1 else f"{num_slices} slices per microbatch"
 
 
 def _simulated_name(schedule: str) -> str:

@@ -21,19 +21,25 @@ on the assignment. A step then has an index for each rank of each replica, and `
 microbatches of each replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
+
+If microbatches are cut into slices, ``shape`` has their number, ``slices``. A run with another
+number of slices can replay the record, too: each of its actions takes the place of the recorded
+slice that ends at the same position of the sequence, or next after it. No rank then waits in a
+circle, because the recorded actions ran in that order.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.errors import ConfigError, TraceError
+from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.policy import Follow, actions_of
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.files import Outage, replaced
@@ -63,6 +69,8 @@ class RecordShape:
         weight_pieces: Number of W actions per weight gradient; 0 if there are none.
         replicas: Number of replicas if their load is balanced by assigning microbatches to them; 0
             if microbatches are assigned round-robin.
+        slices: Number of slices of each microbatch, 1 for whole microbatches. A run with another
+            number can replay the record.
     """
 
     ranks: int
@@ -70,6 +78,7 @@ class RecordShape:
     placement: str
     weight_pieces: int
     replicas: int = 0
+    slices: int = 1
 
     @property
     def num_orders(self) -> int:
@@ -77,7 +86,9 @@ class RecordShape:
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
-    def of(placement: Placement, weight_pieces: int, replicas: int = 0) -> RecordShape:
+    def of(
+        placement: Placement, weight_pieces: int, replicas: int = 0, slices: int = 1
+    ) -> RecordShape:
         """Returns the record shape for a run with these sizes."""
         return RecordShape(
             ranks=placement.num_ranks,
@@ -85,7 +96,14 @@ class RecordShape:
             placement=placement.kind,
             weight_pieces=weight_pieces,
             replicas=replicas,
+            slices=slices,
         )
+
+    def content(self) -> dict[str, Any]:
+        """Returns the shape as it is written; the number of slices only if there are any."""
+        return {
+            name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
+        }
 
 
 _REMEDIES = {
@@ -144,7 +162,7 @@ class ScheduleRecord:
         content: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
-            "shape": asdict(self.shape),
+            "shape": self.shape.content(),
             "orders": list(numbers),
             "steps": {
                 str(step): [numbers[order] for order in self._steps[step]] for step in self.steps
@@ -177,14 +195,14 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the sizes of the recorded run.
+        """Checks that a run has the sizes of the recorded run, except the number of slices.
 
         Raises:
             ConfigError: A size differs; the message lists all that differ, with both values.
         """
         present = asdict(shape)
         recorded = asdict(self.shape)
-        differing = [name for name in present if present[name] != recorded[name]]
+        differing = [name for name in _REMEDIES if present[name] != recorded[name]]
         if differing:
             pairs = ", ".join(
                 f"{name} {recorded[name]} there, {present[name]} here" for name in differing
@@ -224,8 +242,20 @@ class ScheduleRecord:
         self.require_steps(step, step)
         codes = self._steps[step][index]
         lanes = 3 * self.shape.chunks
-        self._require_count(step, sum(code % lanes == 0 for code in codes), num_microbatches)
+        forwards = sum(code % lanes == 0 for code in codes)
+        self._require_count(step, forwards // self.shape.slices, num_microbatches)
         return codes
+
+    def cut(self, num_slices: int) -> ScheduleRecord:
+        """Returns the record for a run with another number of slices."""
+        if num_slices == self.shape.slices:
+            return self
+        record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
+        cut = {order: _cut(order, self.shape, num_slices) for order in self._orders}
+        for step in self.steps:
+            orders = [cut[order] for order in self._steps[step]]
+            record.add(step, orders, self._dealt.get(step))
+        return record
 
     def dealt(self, step: int, num_microbatches: int) -> Shares:
         """Returns the recorded microbatches of each replica in one step.
@@ -263,7 +293,8 @@ class Recording:
         is_writer: Whether this rank writes the file; True on the first rank of the group of
             :meth:`write`.
         after_step: Number of the last step before this start of the job. If it is not 0 and the
-            file exists, its orders up to this step are kept.
+            file exists, its orders up to this step are kept, cut into as many slices as the run
+            has.
 
     Raises:
         ConfigError: The existing file is damaged, or is from a run with other sizes.
@@ -288,6 +319,7 @@ class Recording:
             self._record = ScheduleRecord.load(path)
             self._record.require_shape(shape)
             self._record.drop_after(after_step)
+            self._record = self._record.cut(shape.slices)
 
     def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
         """Records the order of a training step, as codes from ``Executor.last_codes``."""
@@ -334,7 +366,7 @@ class Replay:
         order_index: Index of this rank's order in the list of a step (see :class:`Recording`).
 
     Attributes:
-        record: Record whose orders are followed.
+        record: Record whose orders are followed, cut into as many slices as this run has.
 
     Raises:
         ConfigError: The record is from a run with other sizes.
@@ -342,7 +374,7 @@ class Replay:
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, order_index: int) -> None:
         record.require_shape(shape)
-        self.record = record
+        self.record = record.cut(shape.slices)
         self._order_index = order_index
         self._step = 0
         self._policies: dict[Codes, Follow] = {}
@@ -363,8 +395,8 @@ class Replay:
         codes = self.record.codes(self._step, self._order_index, num_microbatches)
         if codes not in self._policies:
             shape = self.record.shape
-            order = actions_of(codes, shape.chunks, shape.weight_pieces)
-            self._policies[codes] = Follow(order, "replay")
+            order = actions_of(codes, shape.chunks, shape.weight_pieces, shape.slices)
+            self._policies[codes] = Follow(order, "replay", num_slices=shape.slices)
         return self._policies[codes]
 
 
@@ -374,12 +406,14 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
     names = [field.name for field in fields(RecordShape)]
-    shape_values = {"replicas": 0, **content["shape"]}
+    shape_values = {"replicas": 0, "slices": 1, **content["shape"]}
     record = ScheduleRecord(RecordShape(**{name: shape_values[name] for name in names}), source)
     shape = record.shape
     for name in ("ranks", "chunks", "weight_pieces", "replicas"):
         if not _is_count(getattr(shape, name)):
             raise ValueError(f'"{name}" is {getattr(shape, name)!r}')
+    if not _is_count(shape.slices) or shape.slices == 0:
+        raise ValueError(f'"slices" is {shape.slices!r}')
     orders = [tuple(order) for order in content["orders"]]
     for order in orders:
         _require_whole(order, shape)
@@ -411,8 +445,29 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
         for chunk in range(shape.chunks)
         if pieces
     }
-    if not order or counts != expected:
+    if not order or counts != expected or counts[0] % shape.slices:
         raise ValueError("an order does not contain each action once")
+
+
+def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
+    """Returns a rank's order with another number of slices per microbatch.
+
+    The actions of a chunk and kind are numbered in the order they run. So number ``turn`` ends at
+    the same part of its microbatch on all stages, and takes the place of the same recorded slice.
+    """
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, code in enumerate(order):
+        places[code % (3 * shape.chunks)].append(place)
+    placed: list[tuple[int, int, int]] = []
+    for code, recorded in places.items():
+        pieces = shape.weight_pieces if code // shape.chunks == NUMBER[ActionKind.W] else 1
+        microbatches = len(recorded) // (pieces * shape.slices)
+        for turn in range(microbatches * num_slices):
+            microbatch, part = divmod(turn, num_slices)
+            last = -(-(part + 1) * shape.slices // num_slices) - 1
+            item = microbatch * shape.slices + last
+            placed += [(recorded[item * pieces + n], turn, code) for n in range(pieces)]
+    return tuple(code for _, _, code in sorted(placed))
 
 
 def _is_count(value: object) -> bool:

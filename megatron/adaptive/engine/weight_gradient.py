@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import item_label
 
 _FLOPS_PER_ELEMENT = 32
 """Cost of moving one element, in floating-point operations.
@@ -335,9 +336,9 @@ class WeightGradientStore:
         last = self._last_collected
         if self._collected is not None or self._turn(microbatch) <= self._turn(last):
             raise ScheduleError(
-                f"a split backward of microbatch {microbatch} was started after or within that of "
-                f"microbatch {last}; run the backwards of a chunk one after the other in ascending "
-                "order"
+                f"a split backward of microbatch {self._label(microbatch)} was started after or "
+                f"within that of microbatch {self._label(last)}; run the backwards of a chunk one "
+                "after the other, microbatches in ascending order"
             )
         self._collected = []
         self._last_collected = microbatch
@@ -433,14 +434,18 @@ class WeightGradientStore:
         due = "nothing"
         if first is not None and 0 <= piece < pieces:
             expected = len(first.counts) or pieces
-            due = f"microbatch {first.microbatch}, piece {first.next_piece} of {expected}"
+            due = f"microbatch {self._label(first.microbatch)}, piece {first.next_piece} of "
+            due += str(expected)
             if (microbatch, piece, pieces) == (first.microbatch, first.next_piece, expected):
                 return
         raise ScheduleError(
-            f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces} were asked "
-            f"for where {due} is due: ask for each once, after its backward, microbatches and "
-            "pieces in ascending order"
+            f"weight gradients of microbatch {self._label(microbatch)}, piece {piece} of {pieces} "
+            f"were asked for where {due} is due: ask for each once, after its backward, "
+            "microbatches and pieces in ascending order"
         )
+
+    def _label(self, item: int) -> str:
+        return item_label(item, self.num_slices)
 
 
 class _Collecting:

@@ -97,7 +97,8 @@ def _slice_shares(config: TrainerConfig) -> list[float]:
 
 def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
     replicas = 0 if config.balance == "off" else config.parallel.data_parallel_size
-    return RecordShape.of(orders.placement, orders.weight_pieces, replicas)
+    slices = config.constant_slices
+    return RecordShape.of(orders.placement, orders.weight_pieces, replicas, slices)
 
 
 def _record_index(config: TrainerConfig) -> int:
@@ -276,6 +277,7 @@ def _start_trace(
         num_microbatches=config.num_microbatches,
         layers=config.layers_per_stage,
         work=stage_work(config, rows),
+        num_slices=config.constant_slices,
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)

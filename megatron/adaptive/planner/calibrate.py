@@ -124,9 +124,16 @@ def calibrate(
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace lacks the layers of its stages, or these differ from the model.
+        ConfigError: A trace lacks the layers of its stages, or these differ from the model. Or its
+            sequences were cut into slices.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
+    for run in runs:
+        if run.trace.num_slices > 1:
+            raise ConfigError(
+                f"{run.trace.origin} has times of {run.trace.num_slices} slices per sequence, and a"
+                " profile has times of whole sequences: trace a run with --sequence-slices 1"
+            )
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()
     for run in runs:

@@ -277,6 +277,7 @@ def choose_together(
     pieces: int = DEFAULT_PIECES,
     also: Sequence[str] = (),
     until_s: float = math.inf,
+    num_slices: int = 1,
 ) -> Decision:
     """Chooses placement, layers per stage, schedule and activation limit (cap) together.
 
@@ -298,6 +299,7 @@ def choose_together(
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
 
     Raises:
         ScheduleError: No schedule fits in memory.
@@ -312,6 +314,7 @@ def choose_together(
         pieces=pieces,
         also=also,
         until_s=until_s,
+        num_slices=num_slices,
     )
     present = loads.partition
     errors = []
@@ -381,6 +384,7 @@ class _Job:
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
 
     profile: StageProfile
@@ -390,6 +394,7 @@ class _Job:
     pieces: int
     also: Sequence[str]
     until_s: float
+    num_slices: int
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
         """Returns the measured profile with its stage times replaced by those of a partition."""
@@ -407,6 +412,7 @@ class _Job:
             also=self.also,
             quick=quick,
             until_s=self.until_s,
+            num_slices=self.num_slices,
         )
 
     def choose_for(

@@ -41,7 +41,8 @@ class Sample:
     Attributes:
         pp_rank: Position of the rank in the pipeline.
         durations_ns: Durations of the actions on all microbatches, by kind and chunk. If a weight
-            gradient (W) was computed in several parts, their durations are added up.
+            gradient (W) was computed in several parts, or a microbatch in several slices, their
+            durations are added up.
         free_bytes: Size in bytes of the memory that is free for activations.
         kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
         held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
@@ -55,17 +56,18 @@ class Sample:
     durations_ns: dict[tuple[ActionKind, int], list[int]] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
 
-    def add(self, actions: Iterable[tuple[Action, int]]) -> None:
-        """Adds the measurements of a step: pairs of an action and its duration in nanoseconds."""
-        weights: dict[tuple[int, int], int] = defaultdict(int)
+    def add(self, actions: Iterable[tuple[Action, int]], num_slices: int = 1) -> None:
+        """Adds the measurements of a step.
+
+        Args:
+            actions: Pairs of an action and its duration in nanoseconds.
+            num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        """
+        totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
         for action, duration_ns in actions:
-            if action.kind is W:
-                weights[action.chunk, action.microbatch] += duration_ns
-            else:
-                lane = self.durations_ns.setdefault((action.kind, action.chunk), [])
-                lane.append(duration_ns)
-        for (chunk, _), duration_ns in weights.items():
-            self.durations_ns.setdefault((W, chunk), []).append(duration_ns)
+            totals[action.kind, action.chunk, action.microbatch // num_slices] += duration_ns
+        for (kind, chunk, _), duration_ns in totals.items():
+            self.durations_ns.setdefault((kind, chunk), []).append(duration_ns)
 
 
 def profile_of(

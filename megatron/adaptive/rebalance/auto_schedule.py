@@ -22,6 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.config.sequence_slices import SLICE_CUTS, SliceCut
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.engine.stages import ForwardBackward
@@ -64,6 +65,9 @@ class Tuner:
             as many as fit into memory.
         can_turn: Whether another placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
+        attention_share: Attention's part of the time of a forward pass, from 0 to 1; used only if
+            microbatches are cut into slices.
+        slice_cut: Way in which they are cut.
         say: Function that writes a line to the log; it is called on all ranks.
     """
 
@@ -79,6 +83,8 @@ class Tuner:
     cap: float | None
     can_turn: bool
     timeout_s: float
+    attention_share: float = 0.0
+    slice_cut: SliceCut = SLICE_CUTS[0]
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -104,7 +110,7 @@ class Tuner:
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
             return None
-        self._sample.add(times.actions)
+        self._sample.add(times.actions, self.forward_backward.orders.num_slices)
         if self._steps < LAST:
             return None
         sample, job = self._sample, self.job
@@ -138,7 +144,11 @@ class Tuner:
     ) -> Decision:
         orders = self.forward_backward.orders
         present = orders.placement
-        profile = profile_of(samples, present, num_microbatches)
+        profile = replace(
+            profile_of(samples, present, num_microbatches),
+            attention_share=self.attention_share,
+            slice_cut=self.slice_cut,
+        )
         partition = () if loads is None else loads[0].partition
 
         def limit(kind: PlacementKind, others: Sequence[int]) -> float:
@@ -167,6 +177,7 @@ class Tuner:
                     pieces=pieces,
                     also=orders.auto_candidates,
                     until_s=until_s,
+                    num_slices=orders.num_slices,
                 )
                 return Decision(text=choice.reason, stay=choice.best)
             return choose_together(
@@ -180,6 +191,7 @@ class Tuner:
                 pieces=pieces,
                 also=orders.auto_candidates,
                 until_s=until_s,
+                num_slices=orders.num_slices,
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")

@@ -229,7 +229,7 @@ class Repartitioner:
             return None
         self._since += 1
         sample = Sample(pp_rank=0)
-        sample.add(times.actions)
+        sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s))
         if self._since < self._interval:
@@ -380,7 +380,8 @@ class Repartitioner:
                 measured,
                 run.placement,
                 run.job.config.layers_per_stage,
-                units=candidate.cap or default_cap(run.placement, num_microbatches),
+                units=candidate.cap
+                or default_cap(run.placement, num_microbatches, candidate.num_slices),
                 steps=steps,
             )
             for steps in (slice(None), slice(half), slice(half, None))

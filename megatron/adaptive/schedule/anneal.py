@@ -39,6 +39,7 @@ from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.numba_kernels import compile_function
 from megatron.adaptive.schedule.policy import actions_of
+from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
@@ -71,7 +72,7 @@ class OrderGraph(NamedTuple):
         durations: Duration of each action in picoseconds.
         lanes: Code ``kind * chunks + chunk`` of each action.
         takes: Memory that each action takes, negative if it frees memory. The unit is one
-            microbatch in one chunk.
+            microbatch or slice in one chunk; a millionth of it if slices differ in size.
         ranks: Rank that runs each action.
         cap: Limit on a rank's memory in the unit of ``takes``, ``[1]``.
         ends: Scratch: end of each action in picoseconds, -1 before it is known.
@@ -270,10 +271,8 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
     Returns:
         Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has
-        so many actions that too few orders could be tried, or if sequences are cut into slices.
+        so many actions that too few orders could be tried.
     """
-    if schedule.num_slices > 1:
-        return None
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
         return None
@@ -284,6 +283,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
             graph.lanes[row[:length]].tolist(),
             schedule.placement.num_chunks,
             schedule.weight_pieces,
+            schedule.num_slices,
         )
         for row, length in zip(graph.best, graph.lengths, strict=True)
     )
@@ -291,6 +291,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
         name="annealed",
         placement=schedule.placement,
         num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
         orders=tuple(improved),
     )
 
@@ -300,12 +301,14 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
     The index of an F or B is ``kind * cells + cell``, and that of a W
     ``2 * cells + cell * pieces + piece``. Here ``cell`` is
-    ``stage * num_microbatches + microbatch``, and ``cells`` is the number of cells.
+    ``stage * num_microbatches + microbatch``, and ``cells`` is the number of cells. With slices,
+    items take the place of microbatches (see ``rank_kernel``). A B of the last stage needs only its
+    own F: the first B of a microbatch is that of its last slice, whose F runs after all others.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
     chunks = placement.num_chunks
-    count = schedule.num_microbatches
+    count = schedule.num_microbatches * schedule.num_slices
     cells = np.arange(placement.num_stages * count)
     of_stage = np.array([placement.locate(stage) for stage in range(placement.num_stages)])
     rank, chunk = of_stage[cells // count].T
@@ -323,8 +326,10 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
     from_before = _gaps(work, of_stage[:, 0], kind=0, way=-1)
     from_after = _gaps(work, of_stage[:, 0], kind=1, way=1)
     gaps = (from_before, np.where(last, 0, from_after), np.zeros(cut.size))
+    unit = 1 if not work.sizes else MEMORY_SCALE
+    sizes = np.rint(np.tile(np.array(work.sizes or (1.0,) * count) * unit, placement.num_stages))
     frees = np.where(parts == pieces - 1, -1, 0)
-    takes = (np.ones(len(cells)), np.full(len(cells), -(pieces == 0)), np.tile(frees, len(cells)))
+    takes = (sizes, -sizes * (pieces == 0), (sizes[:, None] * frees).reshape(-1))
 
     def whole(values: Any) -> Any:
         return np.concatenate(values).astype(np.int64)
@@ -346,7 +351,7 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
         lanes=whole((chunk, chunks + chunk, np.repeat(2 * chunks + chunk, len(parts)))),
         takes=whole(takes),
         ranks=of_actions,
-        cap=np.array([int(with_rounding(cap) * chunks)]),
+        cap=np.array([int(with_rounding(cap) * chunks * schedule.num_slices * unit)]),
         **{name: zeros(total) for name in ("ends", "positions", "path", "waiting")},
         **{name: zeros(ranks) for name in ("position", "now")},
         stack=zeros(total + ranks),
@@ -380,7 +385,8 @@ def _rows(schedule: Schedule, num_cells: int) -> Any:
     for rank, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
             stage = schedule.placement.stage_of(rank, action.chunk)
-            cell = stage * schedule.num_microbatches + action.microbatch
+            items = schedule.num_microbatches * schedule.num_slices
+            cell = stage * items + action.microbatch
             if action.kind is ActionKind.W:
                 rows[rank, index] = 2 * num_cells + cell * schedule.weight_pieces + action.piece
             else:

@@ -204,7 +204,7 @@ def choose(
             most=most,
             splittable=splittable,
             pieces=pieces,
-            pace=_pace(profile),
+            pace=pace_of(profile),
             also=also,
             num_slices=num_slices,
         )
@@ -298,7 +298,8 @@ def _is_fixed(name: str) -> bool:
     return name != ANNEALED and not is_rule(name)
 
 
-def _pace(profile: StageProfile) -> Pace:
+def pace_of(profile: StageProfile) -> Pace:
+    """Returns the times of a message, of B and of W relative to F, as means over the stages."""
     times = profile.times
     forward_s = statistics.fmean(times.forward_s)
     if not forward_s:
@@ -342,7 +343,12 @@ def _annealed(
     if hint is None:
         return []
     made = Candidate(
-        name=ANNEALED, placement=hint.placement, weight_pieces=int(splits), cap=cap, hint=hint
+        name=ANNEALED,
+        placement=hint.placement,
+        weight_pieces=int(splits),
+        cap=cap,
+        hint=hint,
+        num_slices=hint.num_slices,
     )
     cuts = {1, pieces} if splits else {0}
     return [made, *(replace(made, name="hinted", weight_pieces=cut) for cut in sorted(cuts))]

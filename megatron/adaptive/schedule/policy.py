@@ -120,8 +120,8 @@ def codes_of(order: Sequence[Action], num_chunks: int, num_slices: int = 1) -> t
             if num_slices > 1:
                 rule += ", slices ascending for F and descending for B and W"
             raise ScheduleError(
-                f"an order lists {action} behind a later one of its kind and chunk: list them in"
-                f" {rule}"
+                f"an order lists {action.label(num_slices)} behind a later one of its kind and"
+                f" chunk: list them in {rule}"
             )
         latest[code] = position
         codes.append(code + 3 * num_chunks * action.paired)

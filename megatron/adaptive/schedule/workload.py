@@ -128,9 +128,12 @@ class StageProfile:
             determines the times of slices, if sequences are cut. Attention is assumed to take twice
             as long in a backward pass, and to have no weight gradients.
         slice_cut: Way in which sequences are cut into slices.
+        slice_s: Time in seconds that each slice after the first adds to the forward pass of a stage
+            for a whole microbatch, and to its backward pass. Small pieces of work keep a device
+            less busy.
 
     Raises:
-        ScheduleError: A sigma or the share of attention is out of range.
+        ScheduleError: A sigma, the share of attention or the time of a slice is out of range.
     """
 
     times: StageTimes
@@ -143,9 +146,10 @@ class StageProfile:
     microbatch_factors: tuple[tuple[float, ...], ...] = ()
     attention_share: float = 0.0
     slice_cut: SliceCut = "equal-cost"
+    slice_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _SIGMAS:
+        for name in (*_SIGMAS, "slice_s"):
             _check_number(name, getattr(self, name))
         check_attention_share(self.attention_share)
 
@@ -223,7 +227,7 @@ def draw(
         microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
             empty if all microbatches are equal.
         num_slices: Number of slices into which each microbatch is cut. The profile's
-            ``attention_share`` and ``slice_cut`` determine their times and sizes.
+            ``attention_share``, ``slice_cut`` and ``slice_s`` determine their times and sizes.
 
     Raises:
         ScheduleError: An argument is out of range.
@@ -305,7 +309,8 @@ def _sliced(
     lengths = slice_costs(bounds, 0.0)
     pairs = slice_costs(bounds, 1.0)
     linear = (durations - attention)[:, :, None] * np.array(lengths)
-    return linear + attention[:, :, None] * np.array(pairs), lengths
+    added = np.array([1.0, 1.0, 0.0])[:, None, None] * profile.slice_s * (1 - 1 / num_slices)
+    return linear + attention[:, :, None] * np.array(pairs) + added, lengths
 
 
 def _with_spread(

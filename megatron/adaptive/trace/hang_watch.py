@@ -99,8 +99,8 @@ class RankEvidence:
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
         if doing in _KINDS:
-            microbatch = now.get("microbatch", -1)
-            suffix = f" of microbatch {microbatch}" if microbatch >= 0 else ""
+            item = ".".join(str(now[name]) for name in ("microbatch", "slice") if name in now)
+            suffix = f" of microbatch {item}" if item else ""
             return f"{_KINDS[doing]}{suffix} (chunk {now.get('chunk', 0)}) in {iteration}"
         return f"{doing or 'between actions'} in {iteration}"
 
@@ -115,7 +115,7 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, microbatch) of each message that the rank waits for."""
+        """(Sender, kind, chunk, turn, microbatch as text) of each message that is waited for."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
@@ -136,11 +136,11 @@ class RankEvidence:
             return self.now.get("doing") == "wait"
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
-    def has_done(self, kind: str, chunk: int, microbatch: int, step: int) -> bool:
-        """Returns whether the rank has finished the given action of the given step."""
+    def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
+        """Returns whether the rank has finished action ``turn`` of a kind and chunk in a step."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
-        return own_step > step or (own_step == step and done > microbatch)
+        return own_step > step or (own_step == step and done > turn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +182,14 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
         )
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
-        for sender, kind, chunk, microbatch in rank.needs:
+        for sender, kind, chunk, turn, item in rank.needs:
             peer = by_rank.get(sender)
-            if peer and peer.has_done(kind, chunk, microbatch, int(rank.now.get("step", 0))):
+            if peer and peer.has_done(kind, chunk, turn, int(rank.now.get("step", 0))):
                 return Culprit(
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{microbatch}, which {peer.name} sent: it is lost on the way between them",
+                    f"{item}, which {peer.name} sent: it is lost on the way between them",
                     advice="check the network between the two (cable, firewall, interface)",
                 )
     circle = _circle(edges)
@@ -323,8 +323,8 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
             continue
         if rank.needs:
             step = int(rank.now.get("step", 0))
-            for peer, kind, chunk, microbatch in rank.needs:
-                if peer not in by_rank or not by_rank[peer].has_done(kind, chunk, microbatch, step):
+            for peer, kind, chunk, turn, _ in rank.needs:
+                if peer not in by_rank or not by_rank[peer].has_done(kind, chunk, turn, step):
                     blocking.add(peer)
             continue
         for name, (begun, members) in rank.collectives.items():
@@ -356,8 +356,8 @@ def _circle(edges: Mapping[int, set[int]]) -> list[int]:
 
 def _needs(rank: RankEvidence) -> str:
     return " or ".join(
-        f"{_KINDS[kind]} of microbatch {microbatch} of rank {peer}"
-        for peer, kind, _, microbatch in rank.needs
+        f"{_KINDS[kind]} of microbatch {item} of rank {peer}"
+        for peer, kind, _, _, item in rank.needs
     )
 
 
@@ -467,7 +467,7 @@ def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
     return common
 
 
-_MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "done", "in_step")
+_MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", "in_step")
 """Entries of a rank's status report that change when the rank makes progress."""
 
 

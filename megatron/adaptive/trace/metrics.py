@@ -75,7 +75,7 @@ class RankFigures:
             time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
         peak_microbatches: Maximum number of microbatches in flight: their forward pass has run and
-            their backward pass has not.
+            their backward pass has not. Slices are added up to whole microbatches, rounded up.
         peak_in_flight_bytes: Maximum total size of the activations held, in bytes.
         transfer_bytes: Total size of all messages that actions received and sent, in bytes.
     """
@@ -263,12 +263,13 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
     return RunFigures(ranks=np.array([header.rank for header in headers]), **columns)
 
 
-def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
+def rank_figures(table: TraceTable, num_chunks: int, num_slices: int = 1) -> RankFigures:
     """Computes the statistics of one rank.
 
     Args:
         table: All spans of the rank.
         num_chunks: Number of model chunks on the rank.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -288,7 +289,7 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
         kind_ns=_by_kind(table, row, count),
         **_waits(table, row, count, actions, begins, sizes),
         **_durations(actions, compute_ns(table)[drawn], action_row, count, num_chunks),
-        peak_microbatches=_peak(actions, action_row, begins, sizes),
+        peak_microbatches=-(-_peak(actions, action_row, begins, sizes) // num_slices),
         peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
         transfer_bytes=_sums(action_row, actions.bytes, count),
     )
@@ -352,7 +353,7 @@ def _parts(
 
 
 def _figures_of(trace: RankTrace, only: frozenset[int] | None, num_chunks: int) -> RankFigures:
-    return rank_figures(trace.table(only), num_chunks)
+    return rank_figures(trace.table(only), num_chunks, trace.header.num_slices)
 
 
 def _sums(groups: Ints, values: Ints, count: int) -> Ints:
@@ -465,7 +466,7 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 
 
 def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns the maximum number of microbatches in flight (after F, before B) per iteration."""
+    """Returns the maximum number of F without their B per iteration."""
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step)
     before = np.concatenate([[0], held])[begins]

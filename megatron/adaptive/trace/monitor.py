@@ -320,7 +320,7 @@ class RankTail:
         if self.header is None or not blocks:
             return
         table = read_blocks(self._index, blocks[-self._kept :])
-        new = rank_figures(table, self.header.num_chunks)
+        new = rank_figures(table, self.header.num_chunks, self.header.num_slices)
         new = _rows(new, np.flatnonzero(new.num_actions))
         if self.figures is not None:
             old = _rows(self.figures, ~np.isin(self.figures.iterations, new.iterations))

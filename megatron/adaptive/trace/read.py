@@ -142,7 +142,8 @@ class RankTrace:
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
-        needed = self.header.num_chunks * self.num_microbatches[iteration]
+        items = self.num_microbatches[iteration] * self.header.num_slices
+        needed = self.header.num_chunks * items
         return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
     def clock_jumps(self) -> tuple[int, ...]:
@@ -263,6 +264,11 @@ class RunTrace:
                 f"iteration {iteration} is not in {self.origin}; it has "
                 f"{describe_numbers(self.iterations)}"
             )
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Number of slices of each microbatch; 1 for whole microbatches."""
+        return max((trace.header.num_slices for trace in self.ranks.values()), default=1)
 
     @property
     def gpu_ranks(self) -> int:

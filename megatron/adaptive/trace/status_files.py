@@ -8,6 +8,8 @@ single write replaces::
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
+If microbatches are cut into slices, ``slice`` is the slice of ``microbatch``.
+
 If the rank is killed, its status file stays, and the file's age shows that the rank has stopped.
 
 ``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
@@ -59,10 +61,11 @@ class Now:
         doing: Current activity: a kind of span, :data:`ENDED`, or empty between actions.
         chunk: Model chunk of the current action, -1 for none.
         microbatch: Microbatch of the current action, -1 for none.
+        slice: Slice of that microbatch, -1 if microbatches are whole.
         cause: Cause of the current wait, empty if unknown.
         since_s: Seconds since the activity began, exact to about :data:`PERIOD_S`.
         done: Number of finished forward passes, backward passes and separate weight-gradient passes
-            in the current iteration, over all chunks.
+            in the current iteration, over all chunks; each slice counts.
         held_bytes: Total size of the activations held, in bytes.
     """
 
@@ -72,6 +75,7 @@ class Now:
     doing: str = ""
     chunk: int = -1
     microbatch: int = -1
+    slice: int = -1
     cause: str = ""
     since_s: float = 0.0
     done: Sequence[int] = (0, 0, 0)

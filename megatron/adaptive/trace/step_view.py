@@ -40,6 +40,7 @@ class PipelineStep:
         lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all are equal.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
         bubble_note: Remark to print after a bubble; empty unless ranks share a GPU.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
     """
 
     iteration: int
@@ -54,6 +55,7 @@ class PipelineStep:
     lengths: Lengths = ()
     figures: Mapping[int, RankFigures] = field(default_factory=dict)
     bubble_note: str = ""
+    num_slices: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -81,6 +83,15 @@ class PipelineStep:
         """Suffix for a chart's title that states the replica; empty if there is only one."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
+    @property
+    def microbatches(self) -> str:
+        """Text such as ``8 microbatches``, or ``8 microbatches in 4 slices``."""
+        return microbatches_text(self.num_microbatches, self.num_slices)
+
+    def numbers(self, span: Span) -> str:
+        """Returns an action's chunk and microbatch, such as ``0-3``, or ``0-3.5`` for slice 5."""
+        return f"{span.chunk}-{span.item(self.num_slices)}"
+
     @cached_property
     def bubble_fractions(self) -> dict[int, float]:
         """Maps each pipeline rank with a trace to the idle fraction of its step."""
@@ -101,6 +112,12 @@ class PipelineStep:
         """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
+
+
+def microbatches_text(num_microbatches: int, num_slices: int) -> str:
+    """Returns a text such as ``8 microbatches``, or ``8 microbatches in 4 slices``."""
+    text = f"{num_microbatches} microbatches"
+    return f"{text} in {num_slices} slices" if num_slices > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
@@ -165,11 +182,12 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
         figures={
-            pp_rank: rank_figures(table, run.num_chunks)
+            pp_rank: rank_figures(table, run.num_chunks, run.num_slices)
             for pp_rank, table in enumerate(tables)
             if table.where(*DRAWN_ACTIONS).any()
         },
         bubble_note=run.bubble_note,
+        num_slices=first.header.num_slices,
     )
 
 

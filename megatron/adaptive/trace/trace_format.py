@@ -46,6 +46,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import item_label
 
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
@@ -156,7 +157,9 @@ class SpanRow(NamedTuple):
     Attributes:
         kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
-        microbatch: Index of the microbatch within the iteration, -1 for none.
+        microbatch: Index of the microbatch within the iteration, -1 for none. If microbatches are
+            cut into slices, index of the slice, counted through all microbatches; only reads of
+            data have the index of the microbatch.
         piece: Index of the part, if an action W is computed in several parts, else 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
         end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
@@ -230,6 +233,8 @@ class TraceHeader:
             equivalent number of layers; empty if unknown.
         gpu_ranks: Number of ranks, including this one, that share this rank's GPU. 1 on a CPU, or
             if unknown.
+        num_slices: Number of slices into which each microbatch is cut along its sequence; 1 for
+            whole microbatches.
     """
 
     run: str
@@ -251,6 +256,7 @@ class TraceHeader:
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
     gpu_ranks: int = 1
+    num_slices: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -347,7 +353,8 @@ class Span:
     Attributes:
         action: Kind of span, one of :data:`KINDS`, such as F or ``wait``.
         chunk: Local index of the model chunk, -1 for none.
-        microbatch: Index of the microbatch within the iteration, -1 for none.
+        microbatch: Index of the microbatch within the iteration, -1 for none. With slices, an index
+            as in :class:`SpanRow`; :meth:`item` returns it as people read it.
         start_ns: Start time in nanoseconds.
         end_ns: End time in nanoseconds, not before the start.
         iteration: Number of the iteration.
@@ -381,12 +388,17 @@ class Span:
         """Time from start to end in nanoseconds."""
         return self.end_ns - self.start_ns
 
+    def item(self, num_slices: int) -> str:
+        """Returns the microbatch as people read it: ``3``, or ``3.5`` for its slice 5."""
+        return item_label(self.microbatch, 1 if self.action == "data" else num_slices)
+
 
 _MAX_SIZES = {
     "world_size": 1 << 17,
     "num_ranks": 1 << 14,
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,
+    "num_slices": 1 << 20,
 }
 """Maximum sizes of a run that a header may state.
 
@@ -537,7 +549,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values = {
         spec.name: _value(record, spec.name, spec.type, origin)
         for spec in fields(TraceHeader)
-        if spec.type in _EXPECTED and spec.name != "gpu_ranks"
+        if spec.type in _EXPECTED and spec.name not in ("gpu_ranks", "num_slices")
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
@@ -545,6 +557,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{' and '.join(PLACEMENTS)}; use a newer version of it"
         )
     values["gpu_ranks"] = _value(record, "gpu_ranks", "int", origin, 1)
+    values["num_slices"] = _value(record, "num_slices", "int", origin, 1)
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     columns = _value(record, "columns", "words", origin)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
@@ -451,6 +452,8 @@ def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]
         cap=settings.activation_cap,
         can_turn=settings.pipeline_placement is None,
         timeout_s=settings.pipeline_timeout_s,
+        attention_share=config.attention_share,
+        slice_cut=cast(SliceCut, settings.slice_cut),
         say=say,
     )
 

@@ -205,7 +205,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     tables: dict[int, TraceTable] = {}
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
-        _fill(action_ns[:, number], table, chosen)
+        _fill(action_ns[:, number], table, chosen, run.ranks[rank].header.num_slices)
         rows = np.searchsorted(chosen, table.iteration)
         data = table.where("data")
         np.add.at(read_ns[:, number], rows[data], table.duration_ns[data])
@@ -287,22 +287,26 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
-def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
+def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, num_slices: int) -> None:
     """Writes the durations of a rank's actions into ``action_ns``.
+
+    The durations of a microbatch's slices are added up.
 
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
         table: All spans of the rank.
         iterations: Numbers of the iterations in the order of the first axis, ascending.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
     actions = table.take(drawn)
     row = np.searchsorted(iterations, actions.iteration)
     _, chunks, kinds, microbatches = action_ns.shape
-    fits = (actions.chunk < chunks) & (actions.microbatch < microbatches)
+    microbatch = actions.microbatch // num_slices
+    fits = (actions.chunk < chunks) & (microbatch < microbatches)
     key = ((row * chunks + actions.chunk) * kinds + actions.kind) * microbatches
-    key = (key + actions.microbatch)[fits]
+    key = (key + microbatch)[fits]
     total = np.bincount(key, weights=pure[fits], minlength=action_ns.size)
     is_measured = np.bincount(key, minlength=action_ns.size) > 0
     action_ns[...] = np.where(is_measured & (total > 0), total, np.nan).reshape(action_ns.shape)

@@ -42,7 +42,7 @@ from megatron.adaptive.trace.span_columns import (
     TraceTable,
     match_messages,
 )
-from megatron.adaptive.trace.step_view import stages_text
+from megatron.adaptive.trace.step_view import microbatches_text, stages_text
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
@@ -183,7 +183,7 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
     shape = (
         f"{header.schedule}, {run.num_ranks} pipeline ranks x {run.num_chunks} "
-        f"chunk{'s' * (run.num_chunks > 1)}, {microbatches} microbatches, "
+        f"chunk{'s' * (run.num_chunks > 1)}, {microbatches_text(microbatches, run.num_slices)}, "
         f"world size {run.world_size}"
     )
     return {
@@ -198,6 +198,7 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
         ],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": iterations,
+        "slices": run.num_slices,
     }
 
 

@@ -114,12 +114,12 @@ def perfetto_events(
         every = _by_start(tables.pop(rank))
         for number, (name, kinds) in enumerate(THREADS.items()):
             slices = [
-                (span, _slice(span, lengths.get(span.iteration, ())))
+                (span, _slice(span, lengths.get(span.iteration, ()), run.num_slices))
                 for span in every
                 if span.action in kinds
             ]
             yield from _thread(rank, number, name, slices, origin_ns, flows)
-        slices = [(span, _ideal(span)) for span in _by_start(ideal.get(rank))]
+        slices = [(span, _ideal(span, run.num_slices)) for span in _by_start(ideal.get(rank))]
         yield from _thread(rank, len(THREADS), _IDEAL, slices, origin_ns, flows)
         actions = [span for span in every if span.action in DRAWN_ACTIONS]
         yield from _counters(rank, actions, origin_ns)
@@ -243,23 +243,36 @@ def _thread(
             yield {"name": "message", "cat": "message", **flow, **position}
 
 
-def _ideal(span: Span) -> Event:
-    arguments = {name: getattr(span, name) for name in ("iteration", "chunk", "microbatch")}
-    return {"name": _name(span), "cat": "ideal", "args": arguments}
+def _ideal(span: Span, num_slices: int) -> Event:
+    arguments = {"iteration": span.iteration, "chunk": span.chunk, **_microbatch(span, num_slices)}
+    return {"name": _name(span, num_slices), "cat": "ideal", "args": arguments}
 
 
-def _slice(span: Span, lengths: Lengths) -> Event:
+def _microbatch(span: Span, num_slices: int) -> dict[str, int]:
+    """Returns the microbatch of a span, and its slice if microbatches are cut; empty for none."""
+    if span.microbatch < 0:
+        return {}
+    if num_slices == 1 or span.action == "data":
+        return {"microbatch": span.microbatch}
+    microbatch, part = divmod(span.microbatch, num_slices)
+    return {"microbatch": microbatch, "slice": part}
+
+
+def _slice(span: Span, lengths: Lengths, num_slices: int) -> Event:
     """Returns the name, category and arguments with which viewers show a span.
 
     Args:
         span: Span to show.
         lengths: Sizes of the microbatches in the span's iteration; empty if all are equal.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
     kind = span.action
     arguments: dict[str, Any] = {"iteration": span.iteration}
-    for name in ("chunk", "microbatch", "peer"):
-        if getattr(span, name) >= 0:
-            arguments[name] = getattr(span, name)
+    if span.chunk >= 0:
+        arguments["chunk"] = span.chunk
+    arguments |= _microbatch(span, num_slices)
+    if span.peer >= 0:
+        arguments["peer"] = span.peer
     if kind in DRAWN_ACTIONS:
         arguments["wait_us"] = span.wait_ns / NS_PER_US
         arguments.update(in_flight_bytes=span.in_flight_bytes, queue_depth=span.queue_depth)
@@ -271,16 +284,18 @@ def _slice(span: Span, lengths: Lengths) -> Event:
         arguments["bytes"] = span.bytes
     if span.reason:
         arguments["cause" if kind == "wait" else "reason"] = span.reason
-    if kind in (*DRAWN_ACTIONS, "data") and 0 <= span.microbatch < len(lengths):
-        positions, *documents = lengths[span.microbatch]
+    microbatch = arguments.get("microbatch", -1)
+    if kind in (*DRAWN_ACTIONS, "data") and 0 <= microbatch < len(lengths):
+        positions, *documents = lengths[microbatch]
         tokens = sum(documents)
         arguments.update(tokens=tokens, padding=positions - tokens, lengths=documents)
-    return {"name": _name(span), "cat": ACTION_NAMES.get(kind, kind), "args": arguments}
+    return {"name": _name(span, num_slices), "cat": ACTION_NAMES.get(kind, kind), "args": arguments}
 
 
-def _name(span: Span) -> str:
+def _name(span: Span, num_slices: int) -> str:
     kind = span.action
-    numbers = f"{span.chunk}-{span.microbatch}"
+    item = span.item(num_slices)
+    numbers = f"{span.chunk}-{item}"
     if kind in ACTION_NAMES:
         return f"{ACTION_NAMES[kind]} {numbers}"
     return {
@@ -289,7 +304,7 @@ def _name(span: Span) -> str:
         "collective": span.reason or kind,
         "send": f"send {span.of}{numbers}",
         "receive": f"receive {span.of}{numbers}",
-        "data": f"data {span.microbatch}",
+        "data": f"data {item}",
     }.get(kind, kind)
 
 

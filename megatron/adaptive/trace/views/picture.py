@@ -161,13 +161,14 @@ def _write_texts(
 ) -> None:
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
-    All texts of a kind of action have the same font size and direction. They are turned by 90
-    degrees if they would otherwise be too small.
+    With slices a text is, for example, ``0-3.5``: chunk 0, microbatch 3, slice 5. All texts of a
+    kind of action have the same font size and direction. They are turned by 90 degrees if they
+    would otherwise be too small.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:
         bars = [(r, s) for r, row in enumerate(step.rows) for s in row if s.action == action]
-        texts = [f"{span.chunk}-{span.microbatch}" for _, span in bars]
+        texts = [step.numbers(span) for _, span in bars]
         widths = np.array([span.duration_ns for _, span in bars]) * points_per_ns
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
@@ -195,7 +196,7 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
     ranks = "rank" if step.num_ranks == 1 else "ranks"
     subtitle = (
         f"{step.num_ranks} pipeline {ranks} × {step.num_chunks} {chunks}, "  # noqa: RUF001
-        f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{step.replica}  ·  "
+        f"{step.microbatches}  ·  iteration {step.iteration}{step.replica}  ·  "
         f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  "
         f"bubble {step.bubble_fraction:.1%}{step.bubble_note}"
     )

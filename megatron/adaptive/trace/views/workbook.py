@@ -139,7 +139,7 @@ def write_workbook(
     workbook = Workbook()
     title = (
         f"{step.schedule} schedule, iteration {step.iteration}{step.replica}: {step.num_ranks} "
-        f"ranks x {step.num_chunks} chunks, {step.num_microbatches} microbatches, step "
+        f"ranks x {step.num_chunks} chunks, {step.microbatches}, step "
         f"{step.step_ns / NS_PER_MS:.2f} ms, bubble {step.bubble_fraction:.1%}{step.bubble_note}"
     )
     add_order(workbook, step, title)
@@ -294,7 +294,7 @@ def _draw(
         for chart_cell in cells:
             if chart_cell.start < width:
                 end = min(chart_cell.end, width)
-                _fill_cell(sheet, row, chart_cell, end, step.num_chunks)
+                _fill_cell(sheet, row, chart_cell, end, step)
     row = FIRST_ROW + step.num_ranks + 1
     sheet.cell(row, 1, "legend").font = BOLD
     sheet.cell(row, LABEL_COLUMNS + 1, about)
@@ -306,14 +306,14 @@ def _draw(
     return row + 1 + step.num_chunks
 
 
-def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, num_chunks: int) -> None:
+def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, step: PipelineStep) -> None:
     _merge(sheet, row, shown.start, end)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + shown.start)
     span = shown.span
-    color = fill_of(span, num_chunks)
+    color = fill_of(span, step.num_chunks)
     cell.fill = _fill(color)
     if span is not None and span.action != "wait":
-        cell.value = f"{span.chunk}-{span.microbatch}"
+        cell.value = step.numbers(span)
         cell.border = SEPARATOR
         cell.font = _font(text_color(color))
         cell.alignment = CENTRE

@@ -45,7 +45,7 @@ from megatron.adaptive.trace.whatif.operations import (
     read_operations,
     usual_s,
 )
-from megatron.adaptive.trace.whatif.replay import recorded_times, rule_saves_s
+from megatron.adaptive.trace.whatif.replay import OtherSchedule, recorded_times, rule_saves_s
 
 SPANS_AT_ONCE = 1_000_000
 """Maximum number of trace spans that are read at once, unless one step has more."""
@@ -61,6 +61,10 @@ CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be named."""
 WORTH = 0.002
 """Minimum fraction of the step time that a repair must save to be listed."""
+SLICES = 8
+"""Number of slices with which recorded steps of whole microbatches are simulated."""
+SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
+SLICES_FLAG = f"--sequence-slices {SLICES}"
 REPLAYED = 4
 """Maximum number of steps that are simulated under each other schedule."""
 RECORDED_SPAN_S = 1e-6
@@ -390,22 +394,6 @@ def _without(group: str, values: Sequence[int]) -> Durations:
     )
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """Describes a schedule with which a recorded step is simulated.
-
-    Attributes:
-        name: Name of the schedule, ``1f1b`` or ``adaptive``.
-        chunks: Number of chunks per rank.
-        is_dealt: Whether microbatches are reassigned to replicas by their lengths, so that all
-            replicas take about equally long.
-    """
-
-    name: str
-    chunks: int
-    is_dealt: bool
-
-
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
     """Returns the repairs, starting with the one that saves most time."""
     repairs = [
@@ -586,7 +574,8 @@ class _Answers:
         rows = slice(0, ops.num_computes)
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
-        columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], ops.microbatch[rows])
+        microbatch = ops.microbatch[rows] // self._where.num_slices
+        columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], microbatch)
         _, group = np.unique(row_keys(columns), return_inverse=True)
         number = np.bincount(group)
         length = np.ones(len(ops))
@@ -687,9 +676,11 @@ class _Answers:
             Mean step time in seconds, by description and flag of the repair.
         """
         header = self._header
-        times = recorded_times([part.ops for part in self._parts], header.work)
-        if times is None or self._where.num_stages == 1:
+        if self._where.num_stages == 1:
             return {}
+        times = recorded_times([part.ops for part in self._parts], header.work)
+        if times is None:
+            return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
         # Choose short and long steps: the middle step of each quarter, with the steps sorted by
@@ -699,27 +690,45 @@ class _Answers:
         if not chosen:
             return {}
 
-        def mean_s(schedule: _Schedule) -> float:
-            durations = [
-                times.step_s(step, schedule.name, chunks=schedule.chunks, dealt=schedule.is_dealt)
-                for step in chosen
-            ]
-            return float(np.mean(durations))
+        def mean_s(schedule: OtherSchedule) -> float:
+            return float(np.mean([times.step_s(step, schedule) for step in chosen]))
 
-        present = "adaptive" if header.schedule == "adaptive" else "1f1b"
-        replayed_s = mean_s(_Schedule(present, 1, is_dealt=False))
+        fixed = "1f1b" if header.num_slices == 1 else "seq-1f1b"
+        present = "adaptive" if header.schedule == "adaptive" else fixed
+        replayed_s = mean_s(OtherSchedule(present, 1))
         whole = float(simulated.mean())
         order = "--pipeline-schedule adaptive with two chunks per rank"
         deal = "--balance-replicas both"
-        schedules = {("adaptive order", order): _Schedule("adaptive", 2, is_dealt=False)}
+        schedules = {("adaptive order", order): OtherSchedule("adaptive", 2)}
+        if header.num_slices == 1:
+            rule = "adaptive" if present == "adaptive" else "seq-1f1b"
+            flag = SLICES_FLAG if rule == present else f"--pipeline-schedule {rule}, {SLICES_FLAG}"
+            schedules[SLICES_TEXT, flag] = OtherSchedule(rule, 1, slices=SLICES)
+            both = f"both: adaptive order and {SLICES_TEXT}"
+            schedules[both, f"{order}, {SLICES_FLAG}"] = OtherSchedule("adaptive", 2, slices=SLICES)
         if self._where.replica.any():
             both = "both: adaptive order and dealt microbatches"
-            dealt = _Schedule(present, 1, is_dealt=True)
+            dealt = OtherSchedule(present, 1, is_dealt=True)
             schedules["microbatches dealt over replicas", deal] = dealt
-            schedules[both, f"{order}, {deal}"] = _Schedule("adaptive", 2, is_dealt=True)
+            schedules[both, f"{order}, {deal}"] = OtherSchedule("adaptive", 2, is_dealt=True)
         return {
             names: whole - replayed_s + mean_s(schedule) for names, schedule in schedules.items()
         }
+
+    def _sliced(self, simulated: Floats) -> dict[tuple[str, str], float]:
+        """Simulates steps under ``adaptive`` with several chunks per rank, cut into slices.
+
+        Returns:
+            Mean step time in seconds, by description and flag of the repair.
+        """
+        if self._header.num_slices > 1:
+            return {}
+        ops = self._parts[-1].ops
+        iterations = np.unique(ops.iteration).tolist()
+        saved_s = rule_saves_s(self._header, ops, ops.duration_s, iterations, slices=SLICES)
+        if saved_s is None:
+            return {}
+        return {(SLICES_TEXT, SLICES_FLAG): float(simulated.mean()) - saved_s}
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
         """Estimates the step time without tracing, if this project's recorder wrote the trace."""

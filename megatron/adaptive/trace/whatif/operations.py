@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import item_label
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.span_columns import (
     KIND,
@@ -84,12 +85,14 @@ class Pipelines:
         pp_rank: ``[workers]``, pipeline rank of each worker.
         replica: ``[workers]``, index of each worker's data-parallel replica, without gaps.
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
 
     ranks: Ints
     pp_rank: Ints
     replica: Ints
     stages: Ints
+    num_slices: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -119,7 +122,8 @@ class Operations:
         kind: Kind of work, as an index into :data:`NAMES`.
         chunk: Index of the chunk on its rank; -1 for operations that belong to no chunk.
         stage: Index of the stage; for operations of no chunk, that of the rank's first chunk.
-        microbatch: Index of the microbatch; -1 for none.
+        microbatch: Index of the microbatch, or of the slice if microbatches are cut (see
+            ``SpanRow``); -1 for none.
         start_ns: Start time in nanoseconds on the run's common clock.
         end_ns: End time in nanoseconds on the run's common clock.
         duration_s: Duration in seconds; for communication, without the time spent waiting for other
@@ -162,7 +166,8 @@ class Operations:
         """Returns the display name of an operation: its rank, kind of work and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
-            text += f" of microbatch {self.microbatch[row]}"
+            item = item_label(int(self.microbatch[row]), self.where.num_slices)
+            text += f" of microbatch {item}"
         if self.where.stages.shape[1] > 1 and self.chunk[row] >= 0:
             text += f", chunk {self.chunk[row]}"
         return f"{text}, iteration {self.iteration[row]}"
@@ -184,6 +189,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
         stages=np.array([stages_of_rank(headers[0], rank) for rank in range(run.num_ranks)]),
+        num_slices=run.num_slices,
     )
 
 

@@ -46,13 +46,39 @@ MANY_ACTIONS = 60_000
 
 
 @dataclass(frozen=True)
+class OtherSchedule:
+    """Describes a schedule with which a recorded step is simulated.
+
+    Attributes:
+        name: Name of the schedule: ``1f1b``, ``seq-1f1b`` or ``adaptive``.
+        chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V (down the
+            ranks and back up). With one chunk, the backward pass is not split.
+        is_dealt: Whether to assign each microbatch to the replica that would finish it first, and
+            to order a replica's microbatches to suit its pipeline. Otherwise microbatches stay on
+            the replica that recorded them.
+        slices: Number of slices into which recorded whole microbatches are cut. All slices of a
+            microbatch are assumed to take equally long, and cutting to take no time.
+        pieces: Number of parts into which each weight-gradient action (W) is cut, if the schedule
+            splits the backward pass.
+    """
+
+    name: str
+    chunks: int = 2
+    is_dealt: bool = False
+    slices: int = 1
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
 class RecordedTimes:
     """Contains each microbatch's forward and backward times in some steps, with one stage per rank.
 
     Attributes:
         steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``: times in
-            seconds of the forward pass and of the whole backward pass.
+            seconds of the forward pass and of the whole backward pass. With slices, the last axis
+            has the slices of all microbatches.
         transfer_s: Median transfer time of a message, in seconds.
+        num_slices: Number of slices of each recorded microbatch, 1 for whole microbatches.
         work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
             replicas, only these costs distinguish a slow rank from a stage with more work.
     """
@@ -60,6 +86,7 @@ class RecordedTimes:
     steps: Mapping[int, tuple[Floats, ...]]
     transfer_s: float
     work: tuple[float, ...] = ()
+    num_slices: int = 1
 
     @cached_property
     def stage_s(self) -> Floats:
@@ -95,30 +122,36 @@ class RecordedTimes:
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
-    def step_s(
-        self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1, chunks: int = 2
-    ) -> float:
+    def step_s(self, iteration: int, schedule: OtherSchedule) -> float:
         """Simulates a step and returns the time of its slowest replica, in seconds.
 
         Args:
             iteration: Number of the iteration to simulate.
-            schedule: Name of the schedule, ``1f1b`` or ``adaptive``.
-            dealt: Whether to assign each microbatch to the replica that would finish it first, and
-                to order a replica's microbatches to suit its pipeline. Otherwise microbatches stay
-                on the replica that recorded them.
-            pieces: Number of parts into which each weight-gradient action (W) is cut, if the
-                schedule splits the backward pass.
-            chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V (down
-                the ranks and back up). With one chunk, the backward pass is not split.
+            schedule: Schedule to simulate.
         """
-        pieces = pieces if chunks > 1 else 0
+        pieces = schedule.pieces if schedule.chunks > 1 else 0
+        slices = schedule.slices
         replicas = len(self.steps[iteration])
         parts = [self.usual_part(iteration, replica) for replica in range(replicas)]
-        if dealt:
+        if schedule.is_dealt:
             parts = self._dealt(np.concatenate(parts, axis=2))
+        num_slices = max(slices, self.num_slices)
+        parts = [np.repeat(part, slices, axis=2) / slices for part in parts]
         actions = sum(part[0].size for part in parts) * (4 + 2 * pieces)
+
+        def candidate(durations_s: Floats) -> Candidate:
+            count = durations_s.shape[2] // num_slices
+            return make_candidate(
+                schedule.name,
+                durations_s.shape[1],
+                schedule.chunks,
+                count,
+                weight_pieces=pieces,
+                num_slices=num_slices,
+            )
+
         return max(
-            self._pipeline_s(part, self.rank_factor[replica], schedule, pieces, chunks, actions)
+            self._pipeline_s(part, self.rank_factor[replica], candidate(part), slices, actions)
             for replica, part in enumerate(parts)
         )
 
@@ -127,11 +160,13 @@ class RecordedTimes:
 
         Args:
             durations_s: Time in seconds of each microbatch on ranks of usual speed, for all
-                replicas, ``[2, stages, microbatches]``.
+                replicas, ``[2, stages, microbatches]``. Slices of a microbatch stay together.
 
         Returns:
             Times of the microbatches assigned to each replica, in the same form.
         """
+        of_slices = durations_s
+        durations_s = durations_s.reshape(*durations_s.shape[:2], -1, self.num_slices).sum(axis=3)
         # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
         # that rank.
         slowest = [
@@ -148,28 +183,29 @@ class RecordedTimes:
             # Small differences in cost are noise, so reorder only if the costs differ clearly.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
-            dealt.append(durations_s[:, :, share])
+            slices = [item for m in share for item in self._items(m)]
+            dealt.append(of_slices[:, :, slices])
         return dealt
 
+    def _items(self, microbatch: int) -> range:
+        """Returns the indices of a microbatch's slices."""
+        return range(microbatch * self.num_slices, (microbatch + 1) * self.num_slices)
+
     def _pipeline_s(
-        self,
-        durations_s: Floats,
-        factor: Floats,
-        schedule: str,
-        pieces: int,
-        chunks: int,
-        actions: int,
+        self, durations_s: Floats, factor: Floats, candidate: Candidate, slices: int, actions: int
     ) -> float:
-        """Simulates the pipeline of one replica and returns its step time in seconds."""
+        """Simulates the pipeline of one replica and returns its step time in seconds.
+
+        ``slices`` is the number of slices into which the recorded messages are cut.
+        """
         ranks, count = durations_s.shape[1:]
-        candidate = make_candidate(schedule, ranks, chunks, count, weight_pieces=pieces)
         placement = candidate.placement
         cut = placement.num_stages // ranks
         rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         stage_durations = np.repeat(durations_s, cut, axis=1) / cut * factor[rank_of][:, None]
         forward, backward = stage_durations
         split = np.stack([forward, backward / 2, backward / 2])
-        delay = round(self.transfer_s * PS_PER_S)
+        delay = round(self.transfer_s / slices * PS_PER_S)
         delays = np.zeros((2, placement.num_stages, count), dtype=np.int64)
         for stage in range(placement.num_stages - 1):
             if rank_of[stage] != rank_of[stage + 1]:
@@ -183,12 +219,18 @@ def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, act
         durations_ps=np.rint(durations_s * PS_PER_S).astype(np.int64),
         delays_ps=delays_ps,
         occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
+        num_slices=candidate.num_slices,
     )
     return candidate.simulate(work, compiled=actions > MANY_ACTIONS).makespan_s
 
 
 def rule_saves_s(
-    header: TraceHeader, ops: Operations, then_s: Floats, iterations: Sequence[int]
+    header: TraceHeader,
+    ops: Operations,
+    then_s: Floats,
+    iterations: Sequence[int],
+    *,
+    slices: int = 1,
 ) -> float | None:
     """Returns the time in seconds that a step saves with changed durations, under ``adaptive``.
 
@@ -200,6 +242,8 @@ def rule_saves_s(
         ops: Recorded operations.
         then_s: Changed durations in seconds, ``[operations]``.
         iterations: Numbers of the iterations in ``ops``; the last :data:`RULE_STEPS` are simulated.
+        slices: Number of slices into which recorded whole microbatches are cut for the changed
+            step.
 
     Returns:
         Mean time saved per step, in seconds. ``None`` under another schedule, if a rank's actions
@@ -215,7 +259,10 @@ def rule_saves_s(
             is_of_replica = ops.where.replica[ops.worker] == replica
             rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
             computes = rows[ops.kind[rows] <= WEIGHT]
-            times = [_replayed_s(header, ops, rows, s) for s in (ops.duration_s, then_s)]
+            times = [
+                _replayed_s(header, ops, rows, ops.duration_s),
+                _replayed_s(header, ops, rows, then_s, slices),
+            ]
             if not len(computes) or times[0] is None or times[1] is None:
                 return None
             span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
@@ -226,8 +273,12 @@ def rule_saves_s(
     return float(np.mean(saved))
 
 
-def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats) -> float | None:
+def _replayed_s(
+    header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats, slices: int = 1
+) -> float | None:
     """Simulates one replica's step in the order of actions that its scheduling rule chooses.
+
+    With ``slices``, each recorded microbatch is cut into slices that take equally long.
 
     Returns:
         Time of the step in seconds, or ``None`` if actions are missing.
@@ -250,15 +301,19 @@ def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Float
         came = kind == message_kind
         source = stage[came] + (-1, 1)[direction]
         delays[direction, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
+    num_slices = max(slices, header.num_slices)
+    durations = np.repeat(durations / slices, slices, axis=2)
+    delays = np.repeat(delays // slices, slices, axis=2)
     candidate = make_candidate(
         header.schedule,
         header.num_ranks,
         header.num_chunks,
-        shape[2],
+        durations.shape[2] // num_slices,
         placement_kind="v" if header.placement == "v" else "loop",
         weight_pieces=pieces,
+        num_slices=num_slices,
     )
-    return _simulated_s(candidate, durations, delays, int(counts.sum()))
+    return _simulated_s(candidate, durations, delays, int(counts.sum()) * slices)
 
 
 def recorded_times(
@@ -289,7 +344,7 @@ def recorded_times(
                 steps[iteration] = durations
     transfers_s = np.concatenate(transfers)
     transfer_s = float(np.median(transfers_s)) if len(transfers_s) else 0.0
-    return RecordedTimes(steps, transfer_s, work) if steps else None
+    return RecordedTimes(steps, transfer_s, work, where.num_slices) if steps else None
 
 
 def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:

@@ -117,9 +117,16 @@ function formatBytes(value) {
 
 const WORDS = { F: "forward", B: "backward", W: "weight gradient" };
 
+// Returns a microbatch as people read it: 3, or 3.5 for its slice 5.
+function itemText(kind, microbatch) {
+  const slices = kind === "data" ? 1 : PAGE.slices;
+  const [whole, part] = [Math.floor(microbatch / slices), microbatch % slices];
+  return slices > 1 ? `${whole}.${part}` : `${whole}`;
+}
+
 function nameOf(kind, chunk, microbatch, piece) {
   let text = WORDS[kind] || kind;
-  if (microbatch >= 0) text += ` of microbatch ${microbatch}`;
+  if (microbatch >= 0) text += ` of microbatch ${itemText(kind, microbatch)}`;
   if (chunk >= 0) text += `, chunk ${chunk}`;
   return piece > 0 ? `${text}, piece ${piece}` : text;
 }

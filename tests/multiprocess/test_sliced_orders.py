@@ -1,0 +1,81 @@
+"""Orders of slices are chosen, recorded, repeated and read from a file by the trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.engine.schedule_record import ScheduleRecord
+from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.schedule_file import save
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.status_files import PROGRESS_NAME
+
+from .launch import TIMED_LAYERS, torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
+    "--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --log-interval 1 "
+    "--attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 2 --model-chunks 2 "
+    "--distributed-timeout-minutes 1 --train-iters 6"
+)
+
+
+def losses_of(folder: Path, flags: str) -> list[float]:
+    """Losses of all iterations."""
+    words = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
+    torchrun(TIMED_LAYERS, words, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
+    lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Orders of both ranks by step."""
+    found = ScheduleRecord.load(record)
+    return {
+        step: tuple(found.codes(step, rank, 3) for rank in range(2))  # of 3 microbatches
+        for step in found.steps
+    }
+
+
+def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again, other = (tmp_path / f"{name}.json" for name in ("first", "again", "other"))
+    ran = losses_of(tmp_path / "ran", f"--sequence-slices 3 --record-schedule {first}")
+    replay = f"--replay-schedule {first} --record-schedule"
+    assert losses_of(tmp_path / "same", f"--sequence-slices 3 {replay} {again}") == ran
+    assert orders_in(again) == orders_in(first)
+    # Another number of slices follows the record as far as it can.
+    cut = losses_of(tmp_path / "cut", f"--sequence-slices 2 {replay} {other}")
+    assert cut == pytest.approx(ran, rel=1e-5)
+    assert ScheduleRecord.load(other).shape.slices == 2
+
+    file = tmp_path / "order.json"
+    loop = Placement(num_ranks=2, num_chunks=1)
+    save(make_schedule("seq-1f1b", loop, 3, num_slices=3), file)
+    flags = f"--model-chunks 1 --pipeline-schedule file --schedule-file {file}"
+    assert losses_of(tmp_path / "file", f"{flags} --sequence-slices 3") == pytest.approx(
+        ran, rel=1e-5
+    )
+
+    # A slow rank gives layers away, and slices go on where they are now.
+    monkeypatch.setenv("LAYER_MS", "4")
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    traces = tmp_path / "traces"
+    auto = f"--pipeline-schedule auto --sequence-slices 2 --trace-dir {traces}"
+    assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-5)
+    log = (tmp_path / "auto.txt").read_text()
+    assert re.search(r"auto takes [a-z0-9-]+ \((v|loop), 2 chunks, 2 slices", log), log
+    assert re.search(r"the stages of [0-9-]+ layers are now placed in a (v|loop)", log), log
+    run = read_run(traces)
+    assert run.num_slices == 2
+    assert run.iterations[-1] in run.complete_iterations()
