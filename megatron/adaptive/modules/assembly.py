@@ -22,8 +22,9 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+from megatron.adaptive.modules.recording import Forwards, SampledModel
 from megatron.adaptive.modules.segments import check_replay, measure_segments
+from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
 
