@@ -92,7 +92,7 @@ def test_random_calls_are_found_without_random_numbers() -> None:
     state = torch.get_rng_state()
     forwards = Forwards.of(Forward(on_meta(Model(noisy))), {"x": torch.ones(2, 4)}, "auto")
     assert torch.equal(torch.get_rng_state(), state)
-    # In evaluation F.dropout returns its argument, and such calls are not recorded.
+    # The tape lacks F.dropout in evaluation, because it returns its argument there.
     for tape, expected in (
         (forwards.training, [True, True, False, True]),
         (forwards.evaluation, [True, False, True]),

@@ -128,7 +128,7 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # The host's kernel takes other types than bfloat16, but torch's shape function does not.
+            # The host's kernel takes other types too, but torch's shape function only bfloat16.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)
