@@ -8,6 +8,9 @@ Python code between recorded calls is not recorded, so every microbatch takes th
 code took for the sample. This is right for branches that depend on shapes or on the training mode,
 but wrong for branches that depend on the values of tensors. So a forward pass that reads the value
 of a tensor which may differ between microbatches raises an error that names the line.
+
+If parameters or buffers are on the ``meta`` device, all or some, the forward pass runs without
+values (:mod:`~megatron.adaptive.modules.fake_recording`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 from megatron.adaptive.modules.cut_points import CutPoint, are_added, cut_points_of
+from megatron.adaptive.modules.fake_recording import FakeRecorder, Fakes, is_on_meta
 from megatron.adaptive.modules.recorder import (
     CallRecorder,
     ReadsValueError,
@@ -38,6 +42,7 @@ Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Maps the name of a mixed precision to the element type of matrix products."""
 
+MakeRecorder = Callable[[torch.nn.Module, Mapping[str, torch.Tensor], bool], CallRecorder]
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -94,8 +99,9 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the model's first parameter."""
-        first = next(self.model.parameters(), None)
+        """Returns the device of the first parameter that is not on ``meta``, else the host."""
+        real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
+        first = next(real, None)
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -177,28 +183,45 @@ class Forwards:
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
+        if not is_on_meta(forward.model):
+            return cls._of(forward, sample, slicing, CallRecorder)
+        fakes = Fakes(forward.model, sample)
+        make = partial(FakeRecorder, fakes=fakes)
+        with fakes.in_model():
+            return cls._of(forward, fakes.sample, slicing, make)
+
+    @classmethod
+    def _of(
+        cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str, make: MakeRecorder
+    ) -> Forwards:
+        export = partial(_exported, make=make)
         if slicing == "export":
-            return cls._both(forward, sample, _exported, "export")
+            return cls._both(forward, sample, export, "export")
         if slicing == "record" and are_added(forward.model):
             # The fewer values the model reads, the fewer decisions of the sample stay fixed.
-            return cls._both(forward, sample, partial(_traced, freeze=True), "record")
+            return cls._both(forward, sample, partial(_traced, make=make, freeze=True), "record")
         try:
-            take = partial(_recorded, freeze=slicing == "record")
+            take = partial(_recorded, make=make, freeze=slicing == "record")
             return cls._both(forward, sample, take, "record")
         except ReadsValueError as error:
-            traced = cls._traced(forward, sample)
+            traced = cls._traced(forward, sample, make)
             if traced is not None:
                 return traced
             try:
-                return cls._both(forward, sample, _exported, "export")
+                return cls._both(forward, sample, export, "export")
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
+            except ReadsValueError:
+                # The first error names a line of the model, not of the exported module.
+                raise error from None
 
     @classmethod
-    def _traced(cls, forward: Forward, sample: Mapping[str, torch.Tensor]) -> Forwards | None:
+    def _traced(
+        cls, forward: Forward, sample: Mapping[str, torch.Tensor], make: MakeRecorder
+    ) -> Forwards | None:
         """Returns the forward passes recorded by ``trace``, ``None`` if another way is needed."""
         try:
-            forwards = cls._both(forward, sample, _traced, "trace")
+            forwards = cls._both(forward, sample, partial(_traced, make=make), "trace")
         except ReadsValueError:
             return None
         # Random numbers depend on the positions of calls. Earlier versions exported models with
@@ -254,6 +277,7 @@ def _recorded(
     sample: Mapping[str, torch.Tensor],
     run: Callable[..., Any] | None = None,
     *,
+    make: MakeRecorder,
     freeze: bool = False,
 ) -> Tape:
     """Records a forward pass on a microbatch; buffers and random generators stay unchanged.
@@ -262,10 +286,11 @@ def _recorded(
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
         run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
+        make: Class of the recorder, or a function with the same arguments.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
     """
-    recorder = CallRecorder(forward.model, sample, freeze)
+    recorder = make(forward.model, sample, freeze)
     with (
         forward.under_autocast(),
         undisturbed(forward.model, recorder.tape.device),
@@ -277,7 +302,13 @@ def _recorded(
     return recorder.tape
 
 
-def _traced(forward: Forward, sample: Mapping[str, torch.Tensor], *, freeze: bool = False) -> Tape:
+def _traced(
+    forward: Forward,
+    sample: Mapping[str, torch.Tensor],
+    *,
+    make: MakeRecorder,
+    freeze: bool = False,
+) -> Tape:
     """Records a model while torch says that it is being exported.
 
     Many libraries read no values of tensors during an export. The calls are still those of the
@@ -286,6 +317,7 @@ def _traced(forward: Forward, sample: Mapping[str, torch.Tensor], *, freeze: boo
     Args:
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
+        make: Class of the recorder, or a function with the same arguments.
         freeze: Whether to allow Python to read tensor values.
     """
     compiler: Any = torch.compiler
@@ -294,7 +326,7 @@ def _traced(forward: Forward, sample: Mapping[str, torch.Tensor], *, freeze: boo
     try:
         for flag in flags:
             setattr(compiler, flag, True)
-        return _recorded(forward, sample, freeze=freeze)
+        return _recorded(forward, sample, make=make, freeze=freeze)
     finally:
         for flag, value in before.items():
             setattr(compiler, flag, value)
@@ -316,7 +348,7 @@ class _Lossy(torch.nn.Module):
         return self._forward(batch)
 
 
-def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
+def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
     """Exports a model, runs the exported module and returns the tape of that run."""
     with undisturbed(forward.model, forward.device):
         try:
@@ -330,7 +362,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     if _reads_values(module):
         raise _ExportError("the exported module reads values of tensors too")
-    return _recorded(forward, sample, module)
+    return _recorded(forward, sample, module, make=make)
 
 
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
