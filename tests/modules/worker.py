@@ -249,7 +249,7 @@ def wrong_settings_are_named_on_every_rank() -> None:
             (make_batch(3), ["3 samples", "microbatches of 2"]),
             ({"ids": other}, ["the batch lacks 'label'"]),
             (other, ["a Tensor", "dictionary"]),
-            (make_batch(2, length=7), ["batch['ids']", "[7]", "[5]"]),
+            ({**make_batch(2), "ids": other.int()}, ["batch['ids']", "torch.int32", "torch.int64"]),
         ):
             require_refused(lambda batch=batch: pipeline.step(batch), *words)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())

@@ -9,20 +9,25 @@ from typing import Literal, cast
 import torch
 
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
+from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
 from megatron.adaptive.modules.cutting import (
-    StagePlan,
     balanced,
     check_shared,
     check_stages,
     check_weights,
     given_partition,
     keep_only,
-    slice_tape,
 )
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.recordings import (
+    CutForwards,
+    Example,
+    KeptPart,
+    Recordings,
+    homes_of,
+    record_examples,
+)
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -35,7 +40,10 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+        max_recordings: Maximum number of recordings of the model to keep, one for each combination
+            of shapes (and values of ``decisive_entries``) of a microbatch.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
+            used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
@@ -65,6 +73,7 @@ class PipelineSettings(SampledModel):
             ``end`` also ends the job.
     """
 
+    max_recordings: int = 64
     micro_batch_size: int | None = None
     pipeline_size: int | Literal["auto"] | None = None
     batch_size: int | None = None
@@ -84,9 +93,14 @@ class PipelineSettings(SampledModel):
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples per step, over all replicas."""
+        """Returns the number of samples per step, over all replicas.
+
+        If the sample batch is a list, these are microbatches.
+        """
         if self.batch_size is not None:
             return self.batch_size
+        if is_list(self.sample_batch):
+            return len(self.sample_batch)
         return samples_in(self.sample_batch, "sample_batch")
 
 
@@ -98,8 +112,7 @@ class Assembly:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
-        programs: For each stage of this rank, the calls to run in training.
-        eval_programs: For each stage of this rank, the calls to run in evaluation.
+        recordings: Programs of this rank's stages for each signature of a microbatch.
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
@@ -108,21 +121,20 @@ class Assembly:
     cut_points: tuple[str, ...]
     partition: tuple[int, ...]
     weights: tuple[float, ...]
-    programs: list[StageProgram]
-    eval_programs: list[StageProgram]
+    recordings: Recordings
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
 
 
 def assemble(
-    request: PipelineSettings, shape: BatchShape, mesh: Mesh, placement: Placement
+    request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, placement: Placement
 ) -> Assembly:
     """Cuts the model into stages and keeps those of this rank. Collective.
 
     Args:
         request: Settings of the pipeline, with all sizes filled in.
-        shape: Description of the entries, shapes and types that every batch must have.
+        microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
 
@@ -130,58 +142,87 @@ def assemble(
         ConfigError: If the model cannot be divided into these stages.
     """
     weights = request.weights
-    sample = stretched(request.sample_batch, shape.micro_batch_size)
-    first = shape.microbatch(sample, 0, request.device)
-    forwards = Forwards.of(request, first, request.slicing)
-    tape = forwards.training
-    check_stages(tape.num_segments, placement.num_stages)
-    check_shared(tape, request.shared_weights)
+    moved = [
+        {name: tensor.to(request.device) for name, tensor in microbatch.items()}
+        for microbatch in microbatches
+    ]
+    examples = record_examples(request, moved)
+    num_segments = examples[0].forwards.training.num_segments
+    check_stages(num_segments, placement.num_stages)
+    for example in examples:
+        check_shared(example.forwards.training, request.shared_weights)
 
     def measured() -> tuple[float, ...]:
-        if shape.samples >= 2 * shape.micro_batch_size:
-            check_replay(request, forwards, shape.microbatch(sample, 1, request.device))
+        _check_replays(request, examples, moved)
         if request.partition or weights:
             return tuple(weights or ())
-        samples = measure_segments(
-            request, tape, first, request.device, split=False, repeats=_REPEATS
-        )
-        return tuple(segment.seconds for segment in samples)
+        return _segment_seconds(request, examples)
 
     # Measured times differ by rank, but all ranks must cut the model in the same places. So all
     # ranks use the times of the first rank.
     weights = mesh.on_first(measured)
     if request.partition is not None:
-        partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
+        partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
-        check_weights(weights, tape.num_segments)
+        check_weights(weights, num_segments)
         partition = balanced(weights, placement.num_stages)
-    return _keep_part(request.model, forwards, partition, weights, mesh, placement)
+    return _keep_part(request, examples, partition, weights, mesh, placement)
+
+
+def _check_replays(
+    request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
+) -> None:
+    """Checks each recording with another microbatch of the same signature, if there is any."""
+    forwards_of = {example.signature: example for example in examples}
+    checked: set[Signature] = set()
+    for microbatch in microbatches:
+        signature = Signature.of(microbatch, request.decisive_entries)
+        example = forwards_of[signature]
+        if microbatch is not example.microbatch and signature not in checked:
+            checked.add(signature)
+            check_replay(request, example.forwards, microbatch)
+
+
+def _segment_seconds(request: PipelineSettings, examples: Sequence[Example]) -> tuple[float, ...]:
+    """Returns the mean time of each segment over the microbatches of the sample, in seconds."""
+    totals = [0.0] * examples[0].forwards.training.num_segments
+    count = sum(example.count for example in examples)
+    for example in examples:
+        samples = measure_segments(
+            request,
+            example.forwards.training,
+            example.microbatch,
+            request.device,
+            split=False,
+            repeats=_REPEATS,
+        )
+        for segment, sample in enumerate(samples):
+            totals[segment] += sample.seconds * example.count / count
+    return tuple(totals)
 
 
 def _keep_part(
-    model: torch.nn.Module,
-    forwards: Forwards,
+    request: PipelineSettings,
+    examples: Sequence[Example],
     partition: tuple[int, ...],
     weights: tuple[float, ...],
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
     """Keeps the parameters of this rank's stages and returns the rank's part of the model."""
+    model = request.model
     device = mesh.accelerator.device
-    plans = slice_tape(forwards.training, partition)
-    eval_plans = slice_tape(forwards.evaluation, partition)
+    cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
     stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
     uses: dict[str, set[int]] = {}
-    for stage, stage_plans in enumerate(zip(plans, eval_plans, strict=True)):
-        for plan in stage_plans:
-            for name in plan.parameters:
-                uses.setdefault(name, set()).add(placement.locate(stage)[0])
-    kept = {
-        name
-        for stage in stages
-        for plan in (plans[stage], eval_plans[stage])
-        for name in plan.buffers
-    }
+    kept: set[str] = set()
+    for cut in cut_examples:
+        for stage in range(placement.num_stages):
+            for plan in cut.plans(stage):
+                for name in plan.parameters:
+                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
+                if stage in stages:
+                    kept.update(plan.buffers)
     kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
     order = [name for name, _ in model.named_parameters()]
     # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
@@ -189,23 +230,28 @@ def _keep_part(
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     held = keep_only(model, kept, device)
-
-    def programs(tape: Tape, all_plans: Sequence[StagePlan]) -> list[StageProgram]:
-        return [StageProgram(tape, all_plans[stage], held, device) for stage in stages]
-
+    cuts = tuple(examples[0].forwards.training.cuts)
+    part = KeptPart(
+        cuts=cuts,
+        partition=partition,
+        homes=homes_of(example.forwards for example in examples),
+        parameter_ranks=uses,
+        held=held,
+        placement=placement,
+        pp_rank=mesh.pp_rank,
+        device=device,
+    )
+    recordings = Recordings(request, part, request.max_recordings)
+    for example, cut in zip(examples, cut_examples, strict=True):
+        recordings.add(example.signature, cut)
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
     return Assembly(
-        cut_points=tuple(forwards.training.cuts),
+        cut_points=cuts,
         partition=partition,
         weights=weights,
-        programs=programs(forwards.training, plans),
-        eval_programs=programs(forwards.evaluation, eval_plans),
+        recordings=recordings,
         held=held,
-        largest_message=max(
-            MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
-            for tape, all_plans in ((forwards.training, plans), (forwards.evaluation, eval_plans))
-            for plan in all_plans
-        ),
+        largest_message=max(cut.largest_message for cut in cut_examples),
         update=Update(
             mesh=mesh,
             parameters={

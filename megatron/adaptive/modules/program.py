@@ -1,9 +1,9 @@
 """Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
-The list of tensors that a stage sends to the next one is the same for every microbatch. A single
-tensor is sent directly. Several tensors are packed into one block of bytes, at offsets that are
-computed from shapes and types. Only the block is sent, and the receiver uses views of the block as
-tensors::
+The list of tensors that a stage sends to the next one is the same for all microbatches of equal
+signatures (see ``batch.Signature``). A single tensor is sent directly. Several tensors are packed
+into one block of bytes, at offsets that are computed from shapes and types. Only the block is sent,
+and the receiver uses views of the block as tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
@@ -59,7 +59,6 @@ class RandomKey:
     Attributes:
         seed: Seed of the training run. A new value takes effect with the next random number.
         step: Number of the training step.
-        count: Number of microbatches per replica in this step.
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
@@ -67,11 +66,25 @@ class RandomKey:
         self._dp_rank = dp_rank
         self.generator = default_generator(device)
         self.step = 0
-        self.count = 0
+        self._first = 0
+        self._stride = 1
+
+    def begin(self, step: int, count: int, *, dealt_over: int = 0) -> None:
+        """Sets the step, and how the replica's microbatches are numbered over all replicas.
+
+        Args:
+            step: Number of the training step.
+            count: Number of this replica's microbatches in the step.
+            dealt_over: Number of replicas to which microbatches are dealt in turn; 0 if each
+                replica has ``count`` consecutive microbatches.
+        """
+        self.step = step
+        self._first = self._dp_rank if dealt_over else self._dp_rank * count
+        self._stride = dealt_over or 1
 
     def apply(self, microbatch: int, call: int) -> None:
         """Seeds the random generator before a call draws random numbers for a microbatch."""
-        number = self._dp_rank * self.count + microbatch
+        number = self._first + microbatch * self._stride
         source = struct.pack("<qqqq", self.seed, self.step, number, call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
@@ -284,6 +297,28 @@ class StageProgram:
 _NOTHING = contextlib.nullcontext()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPrograms:
+    """Contains the programs of a rank's stages for microbatches of one signature.
+
+    Attributes:
+        training: Program of each chunk (stage) of this rank in training.
+        evaluation: Program of each chunk in evaluation.
+        meter: Meter of the size of the activations that each chunk keeps.
+        activation_bytes: Size in bytes of the tensors of the whole model through which gradients
+            flow.
+    """
+
+    training: Sequence[StageProgram]
+    evaluation: Sequence[StageProgram]
+    meter: ActivationMeter
+    activation_bytes: int
+
+    def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
+        """Returns the programs for evaluation if ``forward_only``, else those for training."""
+        return self.evaluation if forward_only else self.training
+
+
 @dataclass(slots=True)
 class _Pending:
     """Contains the tensors that a forward pass keeps for its backward pass."""
@@ -297,42 +332,50 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the mean loss over the microbatches, multiplied by ``scale``.
+    Gradients are those of the sum of the microbatches' losses, each multiplied by its weight and by
+    ``scale``.
     :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
-        programs: Program of each chunk (stage) of this rank.
+        programs: For each microbatch, the program of each chunk (stage) of this rank.
         microbatches: For each microbatch, the batch entries that the programs use, by name.
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
-        meter: Meter of the size of the activations that each chunk keeps.
+        meters: For each microbatch, the meter of the activations that each chunk keeps.
         stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
+        loss_weights: Weight of each microbatch's loss, ``None`` for the mean.
         forward_only: Whether only forward passes run, as in evaluation.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
     """
 
-    programs: Sequence[StageProgram]
+    programs: Sequence[Sequence[StageProgram]]
     microbatches: Sequence[Mapping[str, torch.Tensor]]
     random: RandomKey
     held: Mapping[str, torch.Tensor]
     device: torch.device
-    meter: ActivationMeter
+    meters: Sequence[ActivationMeter]
     stores: Sequence[WeightGradientStore] | None = None
     scale: float = 1.0
+    loss_weights: Sequence[float] | None = None
     forward_only: bool = False
 
     def __post_init__(self) -> None:
         self.losses: list[torch.Tensor] = []
-        self._factor = self.scale / len(self.microbatches)
+        count = len(self.microbatches)
+        self._factors = (
+            [self.scale / count] * count
+            if self.loss_weights is None
+            else [self.scale * weight for weight in self.loss_weights]
+        )
         self._pending: dict[tuple[int, int], _Pending] = {}
         super().__init__(None if self.forward_only else self.stores)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        program = self.programs[chunk]
+        program = self.programs[microbatch][chunk]
         values = [] if received is None else program.forward_layout.unpack(received)
         if self.forward_only:
             with torch.no_grad():
@@ -342,9 +385,9 @@ class ProgramStages(SplitStages):
             values = [
                 value.detach().requires_grad_(requires_grad) for value, requires_grad in pairs
             ]
-            with self.meter.measure(chunk, self.held.values()):
+            with self.meters[microbatch].measure(chunk, self.held.values()):
                 sent, loss = self._run(chunk, microbatch, values)
-            scaled = None if loss is None else loss * self._factor
+            scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
             self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
@@ -355,7 +398,7 @@ class ProgramStages(SplitStages):
     def _run(
         self, chunk: int, microbatch: int, values: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        return self.programs[chunk].forward(
+        return self.programs[microbatch][chunk].forward(
             self.microbatches[microbatch],
             values,
             random=lambda call: self.random.apply(microbatch, call),
@@ -366,12 +409,12 @@ class ProgramStages(SplitStages):
         """Does nothing, because a stage's output is not kept after it is sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self.meter.bytes_of(chunk)
+        return self.meters[microbatch].bytes_of(chunk)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        program = self.programs[chunk]
+        program = self.programs[microbatch][chunk]
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if pending.loss is not None:
@@ -382,8 +425,6 @@ class ProgramStages(SplitStages):
                 # If a received tensor is also sent on, it is a leaf of the autograd graph, and the
                 # gradients of both uses add up in it.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
-        if not program.plan.received:
-            return None
         gradients = [leaf.grad for leaf in compress(pending.leaves, program.gradients_in)]
         return program.backward_layout.pack(gradients, self.device)
 
@@ -441,14 +482,15 @@ class MessageLayout:
         """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
 
         Raises:
-            ConfigError: If a tensor's shape or type differs from that in the sample batch.
+            ConfigError: If a tensor's shape or type differs from that in the recording.
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
                     f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
-                    f"but with the sample it was {list(part.shape)} {part.dtype}: shapes between "
-                    "stages must be the same for every microbatch; move the cut point"
+                    f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
+                    "on values of the batch; name the entry in decisive_entries, or move the cut "
+                    "point"
                 )
         if len(self.parts) == 1:
             single = tensors[0]

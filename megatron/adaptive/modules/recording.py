@@ -271,15 +271,25 @@ class _Recorder(TorchFunctionMode):
         inputs: Tensors of the microbatch, by the name of their batch entry.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
+        decisive: Names of the inputs whose values Python may read, because they are the same
+            whenever the recording is used.
+        may_miss: Whether the forward pass may leave out cut points.
     """
 
     def __init__(
-        self, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], freeze: bool
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        freeze: bool,
+        decisive: Sequence[str] = (),
+        *,
+        may_miss: bool = False,
     ) -> None:
         super().__init__()
         self.is_inside = False
         self.tape = Tape()
         self._freeze = freeze
+        self._may_miss = may_miss
         self._passing = -1
         self._numbers: dict[int, int] = {}
         # Keep all tensors alive, because Python may reuse the id() of a freed tensor.
@@ -301,7 +311,7 @@ class _Recorder(TorchFunctionMode):
                 self._kept.append(tensor)
         self.tape.aliases = {names[0]: tuple(names[1:]) for names in aliases.values()}
         for name, tensor in inputs.items():
-            self._add(tensor, source="input", name=name)
+            self._add(tensor, source="input", name=name, varies=name not in decisive)
             self.tape.device = tensor.device
         first = next(model.parameters(), None)
         if first is not None:
@@ -481,14 +491,14 @@ class _Recorder(TorchFunctionMode):
                 raise ReadsValueError(
                     f"{_where()} looks at the values of a tensor ({name}), and what follows may "
                     "differ between microbatches: compute with tensors there, keep cut points out "
-                    'of such control flow, or give slicing="record" if the answer is always the '
-                    "sample's"
+                    "of such control flow, name the batch entry that decides in decisive_entries, "
+                    'or give slicing="record" if the answer is always the sample\'s'
                 )
 
     def finish(self, loss: Any) -> None:
         """Checks the recorded forward pass and notes which tensor is the loss."""
         missed = [name for name in self._cut_names.values() if name not in self.tape.cuts]
-        if missed:
+        if missed and not self._may_miss:
             raise ConfigError(
                 f"cut point {missed[0]} is not passed in the sample's forward"
                 f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}: cut points "
@@ -557,6 +567,8 @@ class Forward:
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
             a dynamic loss scale.
+        decisive_entries: Names of batch entries whose values the model's Python code may read.
+            Microbatches with other values get a recording of their own.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -567,8 +579,14 @@ class Forward:
     loss: Loss | None = None
     arguments: Mapping[str, Any] | None = None
     mixed_precision: Literal["bf16", "fp16"] | None = None
+    decisive_entries: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.decisive_entries, str):
+            raise ConfigError(
+                f"decisive_entries {self.decisive_entries!r}: give a sequence of names of batch "
+                "entries"
+            )
         if self.mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
                 f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
@@ -614,7 +632,8 @@ class SampledModel(Forward):
 
     Attributes:
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
-            pass is recorded with its first microbatch and checked with a second one.
+            pass is recorded with its first microbatch and checked with a second one. Or a list of
+            microbatches, dictionaries of tensors of any shapes, which use all parameters.
         shared_weights: Groups of parameter names. All names of a group belong to the same
             parameter, which is used on both sides of a cut.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
@@ -622,10 +641,16 @@ class SampledModel(Forward):
             ``docs/reference/cutpoint.md``.
     """
 
-    sample_batch: Mapping[str, torch.Tensor]
+    sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
     _: KW_ONLY
     shared_weights: Sequence[Sequence[str]] = ()
     slicing: Slicing = "auto"
+
+    @property
+    def sample(self) -> Mapping[str, torch.Tensor]:
+        """Returns the sample batch, which must not be a list of microbatches."""
+        assert isinstance(self.sample_batch, Mapping)
+        return self.sample_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,7 +668,14 @@ class Forwards:
     way: str
 
     @classmethod
-    def of(cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str) -> Forwards:
+    def of(
+        cls,
+        forward: Forward,
+        sample: Mapping[str, torch.Tensor],
+        slicing: str,
+        *,
+        may_miss: bool = False,
+    ) -> Forwards:
         """Records the model on a microbatch in training and in evaluation mode.
 
         Args:
@@ -652,6 +684,7 @@ class Forwards:
             slicing: Method of recording. ``record`` records the calls of torch that the model
                 makes. ``export`` records those that the module from ``torch.export`` makes.
                 ``auto`` exports only if the model reads values of tensors.
+            may_miss: Whether the forward pass may leave out cut points.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
@@ -659,14 +692,15 @@ class Forwards:
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
+        exported = partial(_exported, may_miss=may_miss)
         if slicing == "export":
-            return cls._both(forward, sample, _exported, "export")
+            return cls._both(forward, sample, exported, "export")
         try:
-            take = partial(_recorded, freeze=slicing == "record")
+            take = partial(_recorded, freeze=slicing == "record", may_miss=may_miss)
             return cls._both(forward, sample, take, "record")
         except ReadsValueError as error:
             try:
-                return cls._both(forward, sample, _exported, "export")
+                return cls._both(forward, sample, exported, "export")
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
 
@@ -714,6 +748,7 @@ def _recorded(
     run: Callable[..., Any] | None = None,
     *,
     freeze: bool = False,
+    may_miss: bool = False,
 ) -> Tape:
     """Records a forward pass on a microbatch; buffers and random generators stay unchanged.
 
@@ -723,8 +758,9 @@ def _recorded(
         run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
+        may_miss: Whether the forward pass may leave out cut points.
     """
-    recorder = _Recorder(forward.model, sample, freeze)
+    recorder = _Recorder(forward.model, sample, freeze, forward.decisive_entries, may_miss=may_miss)
     with (
         forward.under_autocast(),
         undisturbed(forward.model, recorder.tape.device),
@@ -752,7 +788,9 @@ class _Lossy(torch.nn.Module):
         return self._forward(batch)
 
 
-def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
+def _exported(
+    forward: Forward, sample: Mapping[str, torch.Tensor], *, may_miss: bool = False
+) -> Tape:
     """Exports a model, runs the exported module and returns the tape of that run."""
     with undisturbed(forward.model, forward.device):
         try:
@@ -762,7 +800,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor]) -> Tape:
             # torch.export may raise many types of exceptions. All of them mean that the export
             # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
-    return _recorded(forward, sample, module)
+    return _recorded(forward, sample, module, may_miss=may_miss)
 
 
 def _loss_in(output: Any) -> Any:

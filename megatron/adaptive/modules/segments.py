@@ -191,12 +191,12 @@ def _time(
     """Returns the times of a segment's F, B and W, its output message, and its ``kept_bytes``."""
     meter = ActivationMeter()
     stages = ProgramStages(
-        programs=[program],
+        programs=[[program]] * (WARM_UP + repeats),
         microbatches=[inputs] * (WARM_UP + repeats),
         random=RandomKey(0, 0, device),
         held=held,
         device=device,
-        meter=meter,
+        meters=[meter] * (WARM_UP + repeats),
         stores=[WeightGradientStore()] if split else None,
     )
     gradient = None
