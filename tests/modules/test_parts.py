@@ -17,8 +17,8 @@ from megatron.adaptive.modules.cutting import (
     keep_only,
 )
 from megatron.adaptive.modules.program import MessageLayout
-from megatron.adaptive.modules.recording import Value
 from megatron.adaptive.modules.segments import check_replay
+from megatron.adaptive.modules.tape import Value
 from megatron.adaptive.modules.update import LossScale
 
 from .models import SHARED, knotty, make_batch

@@ -28,7 +28,7 @@ import torch
 
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.recording import Tape, Value
+from megatron.adaptive.modules.tape import Tape, Value
 from megatron.adaptive.planner.job_shape import least_largest_of
 
 

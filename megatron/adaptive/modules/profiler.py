@@ -29,7 +29,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups, check_shared
     from megatron.adaptive.modules.mesh import join_job
-    from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+    from megatron.adaptive.modules.recording import Forwards, SampledModel
     from megatron.adaptive.modules.segments import (
         MakeOptimizer,
         SegmentSample,
@@ -38,6 +38,7 @@ with _accelerator.quiet_imports():
         tensors_of,
         tied_parameters,
     )
+    from megatron.adaptive.modules.tape import Tape
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost
     from megatron.adaptive.profiling.action_timing import spread

@@ -42,7 +42,7 @@ from megatron.adaptive.engine.weight_gradient import (
 )
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
-from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
+from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 
 class RandomKey:

@@ -26,7 +26,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
-from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+from megatron.adaptive.modules.recording import Forwards, SampledModel
+from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
 # Number of steps after which a new signature is reported, because it costs time unexpectedly.

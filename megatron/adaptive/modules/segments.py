@@ -26,7 +26,9 @@ from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
+from megatron.adaptive.modules.recorder import undisturbed
+from megatron.adaptive.modules.recording import Forward, Forwards, mode_of
+from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
 # Maximum number of parameter elements with which an optimizer step is timed.

@@ -28,6 +28,7 @@ from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.batch import is_list, require_whole
+from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import (
     balanced,
     check_weights,
@@ -36,7 +37,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
-from megatron.adaptive.modules.recording import CutPoint, SampledModel
+from megatron.adaptive.modules.recording import SampledModel
 from megatron.adaptive.planner.job_shape import Option, Running, choose_option
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
