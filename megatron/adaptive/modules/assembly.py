@@ -19,6 +19,7 @@ from megatron.adaptive.modules.cutting import (
     keep_only,
 )
 from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recording import SampledModel
 from megatron.adaptive.modules.recordings import (
     CutForwards,
@@ -149,6 +150,7 @@ def assemble(
     examples = record_examples(request, moved)
     num_segments = examples[0].forwards.training.num_segments
     check_stages(num_segments, placement.num_stages)
+    recomputed_ranges(examples[0].forwards.training, request.recompute)
     for example in examples:
         check_shared(example.forwards.training, request.shared_weights)
 
@@ -240,6 +242,7 @@ def _keep_part(
         placement=placement,
         pp_rank=mesh.pp_rank,
         device=device,
+        recompute=request.recompute,
     )
     recordings = Recordings(request, part, request.max_recordings)
     for example, cut in zip(examples, cut_examples, strict=True):

@@ -46,6 +46,7 @@ with _accelerator.quiet_imports():
         RankPrograms,
         StageProgram,
     )
+    from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
@@ -133,6 +134,9 @@ class Pipeline:
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
+        recompute: Calls that the backward pass runs again, instead of keeping their results in
+            memory: ``all``, only attention (``selective``), or those of the segments with these
+            indices. ``None`` for none.
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
@@ -199,6 +203,7 @@ class Pipeline:
         decisive_entries: Sequence[str] = (),
         shared_weights: Sequence[Sequence[str]] = (),
         slicing: Slicing = "auto",
+        recompute: Recompute = None,
         max_recordings: int = 64,
         micro_batch_size: int | None = None,
         pipeline_size: int | Literal["auto"] | None = None,
@@ -227,6 +232,7 @@ class Pipeline:
                 decisive_entries=decisive_entries,
                 shared_weights=shared_weights,
                 slicing=slicing,
+                recompute=recompute,
                 max_recordings=max_recordings,
                 micro_batch_size=micro_batch_size,
                 pipeline_size=pipeline_size,

@@ -21,7 +21,8 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from megatron.adaptive.engine.weight_gradient import (
 )
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
+from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 
@@ -178,6 +180,20 @@ class _Step:
         return stack
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """Contains calls of a stage that run one after the other.
+
+    Attributes:
+        steps: Calls in the order in which they run.
+        recomputed: Tensors that the calls read and make if the backward pass runs them again, else
+            ``None``.
+    """
+
+    steps: Sequence[_Step]
+    recomputed: RecomputedCalls | None = None
+
+
 class StageProgram:
     """Runs the forward pass of a stage.
 
@@ -186,6 +202,7 @@ class StageProgram:
         plan: Calls of this stage, and the tensors that it receives and sends.
         held: Parameters and buffers of this rank by name, at least those that the stage uses.
         device: Device on which the stage runs.
+        recomputed: Ranges of calls on the tape that the backward pass runs again, ascending.
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
@@ -198,7 +215,12 @@ class StageProgram:
     """
 
     def __init__(
-        self, tape: Tape, plan: StagePlan, held: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        tape: Tape,
+        plan: StagePlan,
+        held: Mapping[str, torch.Tensor],
+        device: torch.device,
+        recomputed: Sequence[range] = (),
     ) -> None:
         self.plan = plan
         self._tape = tape
@@ -215,7 +237,7 @@ class StageProgram:
         self.next_backward = MessageLayout.of(compress(sent, self.gradients_out))
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
-        self._steps = self._prepare()
+        self._parts = self._divide(self._prepare(), recomputed)
 
     def _prepare(self) -> list[_Step]:
         """Returns the calls of the stage, each with the tensors to free after the call."""
@@ -252,6 +274,51 @@ class StageProgram:
                 step.move(tape.device, self._device)
         return steps
 
+    def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
+        """Returns the calls of the stage in parts, each recomputed as a whole or not at all."""
+        if not recomputed:
+            return [_Part(steps=steps)]
+        range_of = {number: calls.start for calls in recomputed for number in calls}
+        parts = []
+        for start, group in groupby(steps, lambda step: range_of.get(step.number, -1)):
+            members = tuple(group)
+            part = _Part(steps=members)
+            if start >= 0 and self._has_gradient(members):
+                part = _Part(steps=members, recomputed=self._recomputed(members))
+            parts.append(part)
+        return parts
+
+    def _has_gradient(self, steps: Sequence[_Step]) -> bool:
+        """Returns whether any of these calls makes a tensor that requires a gradient."""
+        tape = self._tape
+        return any(
+            tape.values[made].requires_grad
+            for step in steps
+            for made, _ in tape.calls[step.number].outputs
+        )
+
+    def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
+        """Returns the tensors that calls read and make, in order to run them again."""
+        tape = self._tape
+        calls = [tape.calls[step.number] for step in steps]
+        made = {value for call in calls for value, _ in call.outputs}
+        made |= {new for call in calls for old, new in call.changes if new != old}
+        reads = dict.fromkeys(
+            number
+            for call in calls
+            for number in (*call.reads, *(old for old, _ in call.changes))
+            if number not in made
+        )
+        dropped = {number for step in steps for number in step.drops}
+        changed = changed_buffers(tape)
+        return RecomputedCalls(
+            fixed=tuple(number for number in reads if tape.values[number].source),
+            copied=tuple(number for number in reads if number in changed),
+            inputs=tuple(number for number in reads if not tape.values[number].source),
+            results=tuple(sorted(made - dropped)),
+            drops=tuple(number for number in reads if number in dropped),
+        )
+
     def forward(
         self,
         inputs: Mapping[str, torch.Tensor],
@@ -281,17 +348,32 @@ class StageProgram:
             env[number] = inputs[name] if source == "input" else self._held[name]
         for number in self.plan.copied:
             env[number] = env[number].clone()
-        calls = self._tape.calls
         ambient = self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
-            for step in self._steps:
-                if calls[step.number].is_random:
-                    random(step.number)
-                step.run(env, store, ambient)
-                for value_number in step.drops:
-                    del env[value_number]
+            for part in self._parts:
+                if part.recomputed is None or not torch.is_grad_enabled():
+                    self._run(part.steps, random, store, env)
+                else:
+                    part.recomputed.run(env, partial(self._run, part.steps, random, store))
         sent = [env[number] for number in self.plan.sent]
         return sent, None if self.plan.result is None else env[self.plan.result]
+
+    def _run(
+        self,
+        steps: Sequence[_Step],
+        random: Callable[[int], None],
+        store: WeightGradientStore | None,
+        env: dict[int, torch.Tensor],
+    ) -> None:
+        """Runs calls on the tensors in ``env``; the arguments are those of :meth:`forward`."""
+        calls = self._tape.calls
+        ambient = self._tape.autocast
+        for step in steps:
+            if calls[step.number].is_random:
+                random(step.number)
+            step.run(env, store, ambient)
+            for value_number in step.drops:
+                del env[value_number]
 
 
 _NOTHING = contextlib.nullcontext()

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.recompute import Recompute, check_recompute
 from megatron.adaptive.modules.recorder import (
     CallRecorder,
     ReadsValueError,
@@ -122,12 +123,20 @@ class SampledModel(Forward):
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
+        recompute: Calls that the backward pass runs again, instead of keeping their results in
+            memory: ``all``, only attention (``selective``), or those of the segments with these
+            indices. ``None`` for none.
     """
 
     sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
     _: KW_ONLY
     shared_weights: Sequence[Sequence[str]] = ()
     slicing: Slicing = "auto"
+    recompute: Recompute = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_recompute(self.recompute)
 
     @property
     def sample(self) -> Mapping[str, torch.Tensor]:

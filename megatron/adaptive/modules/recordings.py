@@ -26,6 +26,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
+from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
 from megatron.adaptive.modules.recording import Forwards, SampledModel
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -216,6 +217,7 @@ class KeptPart:
         placement: Assignment of stages to ranks.
         pp_rank: Position of this rank in the pipeline.
         device: Device on which the stages run.
+        recompute: Calls that the backward pass runs again.
     """
 
     cuts: tuple[str, ...]
@@ -226,6 +228,7 @@ class KeptPart:
     placement: Placement
     pp_rank: int
     device: torch.device
+    recompute: Recompute
 
     def check(self, cut: CutForwards, signature: Signature) -> None:
         """Checks that ranks keep the parameters and buffers that a later recording needs.
@@ -255,13 +258,19 @@ class KeptPart:
         """Returns the programs of this rank's stages."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
+        recomputed = recomputed_ranges(cut.forwards.training, self.recompute)
 
-        def made(tape: Tape, plans: Sequence[StagePlan]) -> list[StageProgram]:
-            return [StageProgram(tape, plans[stage], self.held, self.device) for stage in stages]
+        def made(
+            tape: Tape, plans: Sequence[StagePlan], recomputed: Sequence[range]
+        ) -> list[StageProgram]:
+            return [
+                StageProgram(tape, plans[stage], self.held, self.device, recomputed)
+                for stage in stages
+            ]
 
         return RankPrograms(
-            training=made(cut.forwards.training, cut.training),
-            evaluation=made(cut.forwards.evaluation, cut.evaluation),
+            training=made(cut.forwards.training, cut.training, recomputed),
+            evaluation=made(cut.forwards.evaluation, cut.evaluation, ()),
             meter=ActivationMeter(),
             activation_bytes=activation_bytes(cut.forwards.training),
         )

@@ -26,8 +26,9 @@ from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.recording import Forward, Forwards, mode_of
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, mode_of
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
@@ -80,7 +81,7 @@ class SegmentSample:
 
 
 def measure_segments(
-    forward: Forward,
+    forward: SampledModel,
     tape: Tape,
     batch: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -91,7 +92,7 @@ def measure_segments(
     """Measures all segments with one microbatch; the model's gradients stay unchanged.
 
     Args:
-        forward: Model with all its parameters, on any device.
+        forward: Model with all its parameters, on any device, and what to recompute.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
@@ -102,6 +103,7 @@ def measure_segments(
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
     """
     plans = slice_tape(tape, (1,) * tape.num_segments)
+    recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     size = len(next(iter(inputs.values())))
@@ -110,7 +112,7 @@ def measure_segments(
     with torch.enable_grad(), undisturbed(forward.model, device):
         for segment, plan in enumerate(plans):
             held = _held(tape, plan, tensors, device)
-            program = StageProgram(tape, plan, held, device)
+            program = StageProgram(tape, plan, held, device, recomputed)
             before = _reset_peak_bytes(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
