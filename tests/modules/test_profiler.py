@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron.adaptive.cli import plan as plan_command
 from megatron.adaptive.errors import ConfigError
@@ -103,10 +102,6 @@ def test_backwards_are_given_as_they_run() -> None:
     assert [row["backward_input_s"] for row in whole] == [one.backward_s for one in both.samples]
 
 
-def empty() -> nn.Module:
-    return Tower().to("meta")
-
-
 class Failing(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise IndexError("no such row")
@@ -120,7 +115,6 @@ class Failing(Tower):
         (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes -1.0"]),
         (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         (knotty, {}, ["words.weight", "shared_weights"]),
-        (empty, {}, ["layers.0.weight", "meta", "before"]),
         (Failing, {}, ["rank 0", "IndexError", "no such row"]),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch, viewed, viewer
+from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch, viewed, viewer
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
@@ -101,6 +101,29 @@ def require_refused(action: Callable[[], object], *words: str) -> None:
     assert "\n" not in said
     for word in words:
         assert word in said, said
+
+
+def a_model_on_meta_gets_memory_for_its_part_only() -> None:
+    batches, whole = [make_batch(12, seed) for seed in range(2)], knotty()
+    weights = knotty().state_dict()
+    filled: list[str] = []
+
+    def initialize(tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(weights[name])
+        filled.extend(tensors)
+
+    losses, norms = reference(whole, batches)
+    with torch.device("meta"):
+        model = Knotty()
+    with make(model=model, initialize=initialize) as pipeline:
+        pipeline.set_optimizer(sgd)
+        for batch, loss, norm in zip(batches, losses, norms, strict=True):
+            assert pipeline.step(batch)[0] == pytest.approx(loss, rel=1e-5)
+            assert pipeline.grad_norm == pytest.approx(norm, rel=1e-5)
+        require_same(pipeline.named_parameters(), whole)
+        held = [*pipeline.model.named_parameters(), *pipeline.model.named_buffers()]
+        assert sorted(filled) == sorted(name for name, one in held if not one.is_meta)
 
 
 def clipped_steps_on_four_ranks() -> None:
@@ -231,7 +254,7 @@ def reference_of(
 def microbatches_have_shapes_of_their_own() -> None:
     """Images of different numbers and sizes, or none, under schedules in a loop and a V."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
-    steps = [[viewed(n, 3 + n, 9 * i + n) for n in counts] for i, counts in enumerate(images)]
+    steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
     steps[1][2] = viewed(0, 300)  # its messages are larger than the buffers of the channels
     items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]
     whole = viewer()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 
 from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
 from megatron.adaptive.modules.cutting import (
     balanced,
@@ -18,6 +19,7 @@ from megatron.adaptive.modules.cutting import (
     given_partition,
     keep_only,
 )
+from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recording import SampledModel
@@ -34,6 +36,9 @@ from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _REPEATS = 3
+
+Initialize = Callable[[Mapping[str, torch.Tensor]], None]
+"""Fills parameters and buffers in place, given by their names in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -72,6 +77,8 @@ class PipelineSettings(SampledModel):
             least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
             ``end`` also ends the job.
+        initialize: Function that fills the parameters and buffers of this process in place if the
+            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
     """
 
     max_recordings: int = 64
@@ -91,6 +98,18 @@ class PipelineSettings(SampledModel):
     timeout_s: float = 600.0
     hang_after_s: float | None = None
     on_hang: str = "report"
+    initialize: Initialize | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initialize is None and is_on_meta(self.model):
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            name = next(name for name, tensor in named if tensor.is_meta)
+            raise ConfigError(
+                f"{name} of the model is on the meta device and has no values: give initialize, a "
+                "function that fills the tensors of this process, or build the model with its "
+                "weights"
+            )
 
     @property
     def samples(self) -> int:
@@ -155,7 +174,8 @@ def assemble(
         check_shared(example.forwards.training, request.shared_weights)
 
     def measured() -> tuple[float, ...]:
-        _check_replays(request, examples, moved)
+        if not is_on_meta(request.model):
+            _check_replays(request, examples, moved)
         if request.partition or weights:
             return tuple(weights or ())
         return _segment_seconds(request, examples)
@@ -231,7 +251,10 @@ def _keep_part(
     # keeps these.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
+    without_values = _names_on_meta(model) & kept
     held = keep_only(model, kept, device)
+    if request.initialize is not None:
+        _fill({name: held[name] for name in held if name in without_values}, request.initialize)
     cuts = tuple(examples[0].forwards.training.cuts)
     part = KeptPart(
         cuts=cuts,
@@ -264,3 +287,32 @@ def _keep_part(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
+
+
+def _names_on_meta(model: torch.nn.Module) -> set[str]:
+    """Returns the names of the parameters and buffers on the ``meta`` device."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name for name, tensor in named if tensor.is_meta}
+
+
+def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
+    """Fills tensors with the user's function, and checks that it has filled all of them.
+
+    Raises:
+        ConfigError: If a tensor of floating-point numbers is not filled.
+    """
+    floats = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel()
+    }
+    with torch.no_grad():
+        for tensor in floats.values():
+            tensor.view(-1)[0] = torch.nan
+        initialize(tensors)
+    for name, tensor in floats.items():
+        if tensor.view(-1)[0].isnan():
+            raise ConfigError(
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
+                "into each tensor that it gets, in place"
+            )

@@ -27,7 +27,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
     from megatron.adaptive.errors import AdaptiveError, ConfigError
-    from megatron.adaptive.modules.assembly import PipelineSettings, assemble
+    from megatron.adaptive.modules.assembly import Initialize, PipelineSettings, assemble
     from megatron.adaptive.modules.batch import (
         BatchShape,
         Microbatch,
@@ -113,7 +113,8 @@ class Pipeline:
     All processes of the job must make the pipeline together (the constructor is collective), and
     they also call :meth:`step`, :meth:`eval` and :meth:`close` together. All processes build the
     same model with the same weights. The constructor keeps only the parameters of this process's
-    stages and moves the others to the ``meta`` device.
+    stages and moves the others to the ``meta`` device. If the model is on the ``meta`` device
+    already, only these parameters get memory, and ``initialize`` sets their values.
 
     Args:
         model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
@@ -168,6 +169,8 @@ class Pipeline:
             least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
             ``end`` also ends the job.
+        initialize: Function that fills the parameters and buffers of this process in place if the
+            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
 
     Attributes:
         model: The user's model, as passed to the constructor.
@@ -221,6 +224,7 @@ class Pipeline:
         timeout_s: float = 600.0,
         hang_after_s: float | None = None,
         on_hang: Literal["report", "end"] = "report",
+        initialize: Initialize | None = None,
     ) -> None:
         self._begin(
             PipelineSettings(
@@ -250,6 +254,7 @@ class Pipeline:
                 timeout_s=timeout_s,
                 hang_after_s=hang_after_s,
                 on_hang=on_hang,
+                initialize=initialize,
             )
         )
 

@@ -62,7 +62,8 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: Model with cut points; measuring does not change it. Its other settings are the
+        model: Model with cut points; measuring does not change it. Parameters and buffers on the
+            ``meta`` device are measured with random values. The other settings of the model are the
             attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`.
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
@@ -99,14 +100,6 @@ class Profiler(SampledModel):
         super().__post_init__()
         BatchShape(self.sample_batch, 1)
         check_groups(self.model, self.shared_weights)
-        gone = next(
-            (name for name, parameter in self.model.named_parameters() if parameter.is_meta), None
-        )
-        if gone is not None:
-            raise ConfigError(
-                f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
-                "stages: profile the model before, or build another"
-            )
         for size in self.micro_batch_sizes or ():
             require_whole(1, micro_batch_sizes=size)
         require_whole(1, repeats=self.repeats)

@@ -23,7 +23,7 @@ from megatron.adaptive.modules.cut_points import CutPoint, mark
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 # Functions that return the value of a tensor to Python, where the recorder cannot follow it.
-_READING = frozenset(
+READING = frozenset(
     (
         "item",
         "__bool__",
@@ -137,9 +137,7 @@ class CallRecorder(TorchFunctionMode):
         first = next(model.parameters(), None)
         if first is not None:
             self.tape.device = first.device
-        self._generators = [torch.default_generator]
-        if self.tape.device.type == "cuda":
-            self._generators.append(default_generator(self.tape.device))
+        self._watch_random_numbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (mark, torch.ops.megatron_adaptive.mark.default):
@@ -149,14 +147,14 @@ class CallRecorder(TorchFunctionMode):
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
         """Runs a call, and records it if the call makes or changes a tensor."""
-        tensors = [tensor for tensor, _ in _paths((args, kwargs))]
+        tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         self._refuse_reading(function, tensors)
         versions = [tensor._version for tensor in tensors]
-        before = [generator.get_state() for generator in self._generators]
+        self._watch_random_numbers()
         self.is_inside = True
         try:
             with torch._C.DisableTorchFunction():
-                result = run(*args, **kwargs)
+                result = self._run(function, args, kwargs, run)
         finally:
             self.is_inside = False
         changed = {
@@ -164,7 +162,7 @@ class CallRecorder(TorchFunctionMode):
             for tensor, version in zip(tensors, versions, strict=True)
             if tensor._version != version
         }
-        results = list(_paths(result))
+        results = list(tensor_paths(result))
         if not (results or changed):
             return result
         reads: dict[int, None] = {}
@@ -175,8 +173,32 @@ class CallRecorder(TorchFunctionMode):
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
-            self._write(function, template, reads, made.values(), changed.values(), before)
+            self._write(function, template, reads, made.values(), changed.values())
         return result
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+        """Returns the result of a call.
+
+        Args:
+            function: Function that the tape contains.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            run: Function to call instead of ``function``, which does the same.
+        """
+        return run(*args, **kwargs)
+
+    def _watch_random_numbers(self) -> None:
+        """Prepares :meth:`_drew_random_numbers` for the next call."""
+        generators = [torch.default_generator]
+        if self.tape.device.type == "cuda":
+            generators.append(default_generator(self.tape.device))
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def _drew_random_numbers(self) -> bool:
+        """Returns whether the call drew random numbers, which changes a generator's state."""
+        return any(
+            not torch.equal(generator.get_state(), state) for generator, state in self._states
+        )
 
     def _write(
         self,
@@ -185,7 +207,6 @@ class CallRecorder(TorchFunctionMode):
         reads: Iterable[int],
         made: Iterable[tuple[torch.Tensor, tuple[Any, ...]]],
         changed: Iterable[torch.Tensor],
-        before: list[torch.Tensor],
     ) -> None:
         """Adds a call to the tape.
 
@@ -195,14 +216,9 @@ class CallRecorder(TorchFunctionMode):
             reads: Indices on the tape of the tensors in the arguments.
             made: New tensors, each with the indices and keys that lead to it in the call's result.
             changed: Arguments that the call changed in place.
-            before: States of the random generators before the call, to detect whether the call drew
-                numbers.
         """
         tape = self.tape
-        is_random = any(
-            not torch.equal(generator.get_state(), state)
-            for generator, state in zip(self._generators, before, strict=True)
-        )
+        is_random = self._drew_random_numbers()
         varies = is_random or any(tape.values[read].varies for read in reads)
         number = len(tape.calls)
         outputs = [
@@ -214,7 +230,7 @@ class CallRecorder(TorchFunctionMode):
             value = tape.values[old]
             if value.source == "parameter":
                 raise ConfigError(
-                    f"{_where()} changes parameter {value.name} within the forward; only buffers "
+                    f"{where()} changes parameter {value.name} within the forward; only buffers "
                     "may change there"
                 )
             if value.source == "buffer":
@@ -254,7 +270,7 @@ class CallRecorder(TorchFunctionMode):
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
-                f"{_where()} uses a tensor of shape {list(tensor.shape)} that requires a gradient "
+                f"{where()} uses a tensor of shape {list(tensor.shape)} that requires a gradient "
                 "and is no parameter of the model: register it with a module as a parameter"
             )
         return self._add(
@@ -272,13 +288,21 @@ class CallRecorder(TorchFunctionMode):
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
                 requires_grad=tensor.requires_grad,
-                storage=_storage(tensor),
+                storage=self._storage(tensor),
                 **facts,
             )
         )
         self._numbers[id(tensor)] = number
         self._kept.append(tensor)
         return number
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        """Returns the address of a tensor's memory, 0 if it has no storage."""
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):
+            # Sparse tensors have no storage, so asking for it raises an error.
+            return 0
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
@@ -290,12 +314,12 @@ class CallRecorder(TorchFunctionMode):
         name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
-                f"{_where()} calls a CutPoint that is no module of the model: make it in __init__ "
+                f"{where()} calls a CutPoint that is no module of the model: make it in __init__ "
                 "and keep it as an attribute"
             )
         if name in self.tape.cuts:
             raise ConfigError(
-                f"cut point {name} is passed twice in one forward ({_where()}): give each place a "
+                f"cut point {name} is passed twice in one forward ({where()}): give each place a "
                 "CutPoint of its own"
             )
         self.tape.cuts.append(name)
@@ -303,14 +327,14 @@ class CallRecorder(TorchFunctionMode):
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
         """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
         name = getattr(function, "__name__", "")
-        if name not in _READING or self._freeze:
+        if name not in READING or self._freeze:
             return
         for tensor in tensors:
             number = self._numbers.get(id(tensor))
             is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
-                    f"{_where()} looks at the values of a tensor ({name}), and what follows may "
+                    f"{where()} looks at the values of a tensor ({name}), and what follows may "
                     "differ between microbatches: compute with tensors there, keep cut points out "
                     "of such control flow, name the batch entry that decides in decisive_entries, "
                     'or give slicing="record" if the answer is always the sample\'s'
@@ -336,7 +360,7 @@ class CallRecorder(TorchFunctionMode):
         self._kept.clear()
 
 
-def _paths(
+def tensor_paths(
     structure: Any, path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
     """Yields the tensors in nested containers, each with the indices and keys that lead to it."""
@@ -344,22 +368,13 @@ def _paths(
         yield structure, path
     elif isinstance(structure, (tuple, list)):
         for number, part in enumerate(structure):
-            yield from _paths(part, (*path, number))
+            yield from tensor_paths(part, (*path, number))
     elif isinstance(structure, dict):
         for name, part in structure.items():
-            yield from _paths(part, (*path, name))
+            yield from tensor_paths(part, (*path, name))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's memory, 0 if it has no storage."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage, so asking for it raises an error.
-        return 0
-
-
-def _where() -> str:
+def where() -> str:
     """Returns the file and line of the user's code that is running, for error messages."""
     for frame in reversed(traceback.extract_stack()):
         plain = frame.filename.replace("\\", "/")

@@ -8,6 +8,9 @@ Python code between recorded calls is not recorded, so every microbatch takes th
 code took for the sample. This is right for branches that depend on shapes or on the training mode,
 but wrong for branches that depend on the values of tensors. So a forward pass that reads the value
 of a tensor which may differ between microbatches raises an error that names the line.
+
+If parameters or buffers are on the ``meta`` device, all or some, the forward pass runs without
+values (:mod:`~megatron.adaptive.modules.fake_recording`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.fake_recording import FakeRecorder, Fakes, is_on_meta
 from megatron.adaptive.modules.recompute import Recompute, check_recompute
 from megatron.adaptive.modules.recorder import (
     CallRecorder,
@@ -35,6 +39,7 @@ Slicing = Literal["auto", "record", "export"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Maps the name of a mixed precision to the element type of matrix products."""
 
+MakeRecorder = Callable[[torch.nn.Module, Mapping[str, torch.Tensor], bool], CallRecorder]
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -99,8 +104,9 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the model's first parameter."""
-        first = next(self.model.parameters(), None)
+        """Returns the device of the first parameter that is not on ``meta``, else the host."""
+        real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
+        first = next(real, None)
         return torch.device("cpu") if first is None else first.device
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -184,17 +190,36 @@ class Forwards:
         """
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
-        exported = partial(_exported, may_miss=may_miss)
+        if not is_on_meta(forward.model):
+            make: MakeRecorder = partial(
+                CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
+            )
+            return cls._of(forward, sample, slicing, make)
+        fakes = Fakes(forward.model, sample)
+        make = partial(
+            FakeRecorder, fakes=fakes, decisive=forward.decisive_entries, may_miss=may_miss
+        )
+        with fakes.in_model():
+            return cls._of(forward, fakes.sample, slicing, make)
+
+    @classmethod
+    def _of(
+        cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str, make: MakeRecorder
+    ) -> Forwards:
+        export = partial(_exported, make=make)
         if slicing == "export":
-            return cls._both(forward, sample, exported, "export")
+            return cls._both(forward, sample, export, "export")
         try:
-            take = partial(_recorded, freeze=slicing == "record", may_miss=may_miss)
+            take = partial(_recorded, make=make, freeze=slicing == "record")
             return cls._both(forward, sample, take, "record")
         except ReadsValueError as error:
             try:
-                return cls._both(forward, sample, exported, "export")
+                return cls._both(forward, sample, export, "export")
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
+            except ReadsValueError:
+                # The first error names a line of the model, not of the exported module.
+                raise error from None
 
     @classmethod
     def _both(
@@ -239,8 +264,8 @@ def _recorded(
     sample: Mapping[str, torch.Tensor],
     run: Callable[..., Any] | None = None,
     *,
+    make: MakeRecorder,
     freeze: bool = False,
-    may_miss: bool = False,
 ) -> Tape:
     """Records a forward pass on a microbatch; buffers and random generators stay unchanged.
 
@@ -248,13 +273,11 @@ def _recorded(
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
         run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
+        make: Class of the recorder, or a function with the same arguments.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
-        may_miss: Whether the forward pass may leave out cut points.
     """
-    recorder = CallRecorder(
-        forward.model, sample, freeze, forward.decisive_entries, may_miss=may_miss
-    )
+    recorder = make(forward.model, sample, freeze)
     with (
         forward.under_autocast(),
         undisturbed(forward.model, recorder.tape.device),
@@ -282,9 +305,7 @@ class _Lossy(torch.nn.Module):
         return self._forward(batch)
 
 
-def _exported(
-    forward: Forward, sample: Mapping[str, torch.Tensor], *, may_miss: bool = False
-) -> Tape:
+def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
     """Exports a model, runs the exported module and returns the tape of that run."""
     with undisturbed(forward.model, forward.device):
         try:
@@ -294,7 +315,7 @@ def _exported(
             # torch.export may raise many types of exceptions. All of them mean that the export
             # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
-    return _recorded(forward, sample, module, may_miss=may_miss)
+    return _recorded(forward, sample, module, make=make)
 
 
 def _loss_in(output: Any) -> Any:

@@ -27,7 +27,7 @@ from megatron.adaptive.modules.batch import Microbatch, Signature
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
 from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
-from megatron.adaptive.modules.recording import Forwards, SampledModel
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -286,8 +286,10 @@ class Recordings:
     """
 
     def __init__(self, model: SampledModel, part: KeptPart, most: int) -> None:
-        # The sample batch is no longer needed, so do not keep it in memory.
-        self._model = dataclasses.replace(model, sample_batch={})
+        # Keep only what a recording needs, so that the sample batch can be freed.
+        settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
+        self._forward = Forward(**settings)
+        self._slicing = model.slicing
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
@@ -315,7 +317,7 @@ class Recordings:
             ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
                 that the sample batch did not use.
         """
-        signature = Signature.of(microbatch, self._model.decisive_entries)
+        signature = Signature.of(microbatch, self._forward.decisive_entries)
         programs = self._kept.get(signature)
         if programs is not None:
             self._kept.move_to_end(signature)
@@ -323,7 +325,7 @@ class Recordings:
         begin_s = time.perf_counter()
         device = self._part.device
         moved = {name: tensor.to(device) for name, tensor in microbatch.items()}
-        forwards = Forwards.of(self._model, moved, self._model.slicing, may_miss=True)
+        forwards = Forwards.of(self._forward, moved, self._slicing, may_miss=True)
         align(forwards, self._part.cuts, self._part.homes)
         cut = CutForwards.of(forwards, self._part.partition)
         self._part.check(cut, signature)
