@@ -25,6 +25,7 @@ class Family:
         config: Function that returns the configuration for a total number of blocks.
         make_batch: Function that returns a batch of four samples.
         slicing: Method of recording that the family needs.
+        decisive_entries: Names of the batch entries whose values the model reads.
         arguments: Arguments of ``forward`` that are the same for all batches.
     """
 
@@ -34,6 +35,7 @@ class Family:
     config: Callable[[int], Config]
     make_batch: Callable[[], Batch]
     slicing: str = "auto"
+    decisive_entries: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, blocks: int) -> torch.nn.Module:
@@ -59,11 +61,11 @@ def random_values(*shape: int) -> torch.Tensor:
 
 
 def text() -> Batch:
-    """Returns sentences. Only those of the second microbatch are padded."""
+    """Returns sentences. Only those of the second microbatch are padded, one on the left."""
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
-    mask[3, 5:] = 0
+    mask[3, :5] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
@@ -112,7 +114,8 @@ def images_in_text(
     def make() -> Batch:
         batch = text()
         ids = batch["input_ids"]
-        ids[:, 1 : 2 + num_tokens] = torch.tensor([START] + [IMAGE] * num_tokens)
+        for row, start in zip(ids, (1, 4, 2, 6) if grid is None else (1, 1, 1, 1), strict=True):
+            row[start : start + 1 + num_tokens] = torch.tensor([START] + [IMAGE] * num_tokens)
         is_ignored = (ids >= 56) | (batch["attention_mask"] == 0)
         batch["labels"] = ids.masked_fill(is_ignored, -100)
         batch["pixel_values"] = random_values(*shape)
@@ -342,6 +345,7 @@ TIED: Config = {"tie_word_embeddings": True}
 SLIDING: Config = {"sliding_window": 6}
 GEMMA: Config = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
 PATCHES = (1, 4, 4)
+QWEN_ENTRIES = ("image_grid_thw", "mm_token_type_ids", "attention_mask")
 QWEN_IMAGES = images_in_text(4, 16, 96, types="mm_token_type_ids", grid=PATCHES)
 
 FAMILIES = (
@@ -394,7 +398,7 @@ FAMILIES = (
         "Qwen2_5_VLForConditionalGeneration",
         qwen_vl("qwen2_5_vl_text", [1, 1, 2], window_size=16, fullatt_block_indexes=[1]),
         QWEN_IMAGES,
-        slicing="record",
+        decisive_entries=QWEN_ENTRIES,
     ),
     two_lists(
         "qwen3_vl",
@@ -403,7 +407,7 @@ FAMILIES = (
             "qwen3_vl_text", [2, 1, 1], num_position_embeddings=16, deepstack_visual_indexes=[0, 1]
         ),
         QWEN_IMAGES,
-        slicing="record",
+        decisive_entries=QWEN_ENTRIES,
     ),
     two_lists(
         "gemma3",

@@ -57,6 +57,7 @@ def check(family: Family) -> None:
         micro_batch_size=2,
         schedule="zb-v",
         slicing=family.slicing,  # type: ignore[arg-type]
+        decisive_entries=family.decisive_entries,
         arguments=dict(family.arguments),
     ) as pipeline:
         pipeline.set_optimizer(sgd)

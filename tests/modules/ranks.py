@@ -54,7 +54,7 @@ class Case:
         model: with cut points.
         batch: of all microbatches.
         micro_batch_size: samples of a microbatch.
-        options: ``loss``, ``arguments`` and ``slicing`` as of ``Pipeline``.
+        options: ``loss``, ``arguments``, ``decisive_entries`` and ``slicing`` of ``Pipeline``.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class Case:
         self.shape = BatchShape(batch, micro_batch_size)
         self.count = self.shape.num_microbatches(batch)
         self.forward = Forward(
-            model=model, loss=options.get("loss"), arguments=options.get("arguments")
+            model=model,
+            loss=options.get("loss"),
+            arguments=options.get("arguments"),
+            decisive_entries=options.get("decisive_entries", ()),
         )
         self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
 

@@ -55,8 +55,14 @@ def case_of(family: Family) -> Case:
     if ALL:
         # Interleaved schedules need as many microbatches as ranks.
         batch = {name: torch.cat([entry, entry.flip(0)]) for name, entry in batch.items()}
-    arguments = dict(family.arguments)
-    return Case(model, batch, 2, slicing=family.slicing, arguments=arguments)
+    return Case(
+        model,
+        batch,
+        2,
+        slicing=family.slicing,
+        arguments=dict(family.arguments),
+        decisive_entries=family.decisive_entries,
+    )
 
 
 def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -78,6 +84,8 @@ def row_of(family: Family, case: Case) -> str:
     lists = describe(case.forwards.training.cuts)
     places = ", ".join(f"`{part.split(' in ')[1]}`" for part in lists.split(", "))
     way = case.forwards.way if family.slicing == "auto" else f'`slicing="{family.slicing}"`'
+    if family.decisive_entries:
+        way += ", `decisive_entries`"
     return f"| {family.name} | `{family.model_class}` | {places} | {way} |"
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
@@ -48,7 +48,7 @@ _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Raised if the forward pass reads the value of a tensor in Python."""
+    """Raised if the forward pass reads the value of a tensor in Python, or cannot be recorded."""
 
 
 @contextlib.contextmanager
@@ -84,6 +84,101 @@ def custom_functions(recorder: CallRecorder) -> Iterator[None]:
         yield
     finally:
         function.apply = original
+
+
+class _Captured(TorchFunctionMode):
+    """Collects or replaces the tensors that a function uses without getting them as arguments.
+
+    Args:
+        is_known: Function that returns whether to collect a tensor.
+        replaced: Tensors to use instead of others, by ``id()`` of the others.
+
+    Attributes:
+        tensors: Collected tensors, by their ``id()``.
+    """
+
+    def __init__(
+        self,
+        is_known: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        replaced: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        super().__init__()
+        self._is_known = is_known
+        self._replaced = replaced
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments: Any = map_aggregate((args, kwargs or {}), self._replace)
+        return func(*arguments[0], **arguments[1])
+
+    def _replace(self, part: Any) -> Any:
+        if isinstance(part, torch.Tensor) and self._is_known(part):
+            self.tensors[id(part)] = part
+        return self._replaced.get(id(part), part)
+
+
+class MappedFunction:
+    """Runs ``torch.vmap`` of a function, with tensors that the function captured as arguments.
+
+    Args:
+        run: Function of torch that runs a mapped function.
+        options: First arguments of ``run``: the mapped function, and how to map it.
+        modes: Modes of torch that were active around the call.
+        captured: Tensors that the mapped function uses besides its arguments.
+    """
+
+    __name__ = "vmap"
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        options: Sequence[Any],
+        modes: Sequence[TorchFunctionMode],
+        captured: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._run = run
+        self._options = options
+        self._modes = modes
+        # Keep the tensors alive, because Python may reuse the id() of a freed tensor.
+        self._captured = tuple(captured)
+
+    def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Returns the result with other tensors in place of the captured ones."""
+        pairs = zip(self._captured, captured, strict=True)
+        return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
+
+    def captures(
+        self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
+    ) -> list[torch.Tensor]:
+        """Runs the function and returns the known tensors that it captured."""
+        mode = _Captured(is_known)
+        self._call(mode, args, kwargs)
+        return list(mode.tensors.values())
+
+    def _call(self, mode: TorchFunctionMode, args: Any, kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._C._EnableTorchFunction())
+            for active in (*self._modes, mode):
+                stack.enter_context(active)
+            return self._run(*self._options, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
+    """Passes calls of functions that ``torch.vmap`` returns to the recorder as single calls."""
+    apis: Any = torch._functorch.apis
+    original = apis.vmap_impl
+
+    def run(*arguments: Any, **kwargs: Any) -> Any:
+        if recorder.is_inside:
+            return original(*arguments, **kwargs)
+        return recorder.note_mapped(original, arguments[:5], arguments[5:], kwargs)
+
+    apis.vmap_impl = run
+    try:
+        yield
+    finally:
+        apis.vmap_impl = original
 
 
 class CallRecorder(TorchFunctionMode):
@@ -141,6 +236,8 @@ class CallRecorder(TorchFunctionMode):
         self._watch_random_numbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_inside:
+            return func(*args, **(kwargs or {}))
         if func in (mark, torch.ops.megatron_adaptive.mark.default):
             self._pass_cut(*args[1:])
             return args[0]
@@ -149,6 +246,13 @@ class CallRecorder(TorchFunctionMode):
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
         """Runs a call, and records it if the call makes or changes a tensor."""
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
+        # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
+        # call that could be recorded. They would be constants with the values of the sample.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ReadsValueError(
+                f"{where()} runs within a function of torch.func, of which only vmap can be "
+                "recorded: compute the same with plain tensors there"
+            )
         self._refuse_reading(function, tensors)
         versions = [tensor._version for tensor in tensors]
         self._watch_random_numbers()
@@ -200,6 +304,31 @@ class CallRecorder(TorchFunctionMode):
         return any(
             not torch.equal(generator.get_state(), state) for generator, state in self._states
         )
+
+    def note_mapped(
+        self, run: Any, options: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a function that ``torch.vmap`` returned, and records it as one call.
+
+        Args:
+            run: Function of torch that runs a mapped function.
+            options: First arguments of ``run``, up to the mapped function's own arguments.
+            args: Positional arguments of the mapped function.
+            kwargs: Keyword arguments of the mapped function.
+        """
+        stack = _get_current_function_mode_stack()
+        modes = stack[stack.index(self) + 1 :]
+
+        def is_known(tensor: torch.Tensor) -> bool:
+            return id(tensor) in self._numbers or id(tensor) in self._names
+
+        self.is_inside = True
+        try:
+            captured = MappedFunction(run, options, modes).captures(is_known, args, kwargs)
+        finally:
+            self.is_inside = False
+        function = MappedFunction(run, options, modes, captured)
+        return self.note(function, (captured, *args), kwargs, function)
 
     def _write(
         self,

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
@@ -35,6 +36,7 @@ from megatron.adaptive.modules.recorder import (
     CallRecorder,
     ReadsValueError,
     custom_functions,
+    mapped_functions,
     undisturbed,
 )
 from megatron.adaptive.modules.tape import Tape
@@ -332,6 +334,7 @@ def _recorded(
         forward.under_autocast(),
         undisturbed(forward.model, recorder.tape.device),
         custom_functions(recorder),
+        mapped_functions(recorder),
         recorder,
     ):
         loss = forward(sample) if run is None else run(**sample)
@@ -397,9 +400,14 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
             # torch.export may raise many types of exceptions. All of them mean that the export
             # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
+    if any("vmap" in getattr(node.target, "__name__", "") for node in module.graph.nodes):
+        raise _ExportError("the exported module uses torch.vmap")
     if _reads_values(module):
         raise _ExportError("the exported module reads values of tensors too")
-    return _recorded(forward, sample, module, make=make)
+    tape = _recorded(forward, sample, module, make=make)
+    if any(isinstance(value.tensor, FakeTensor) for value in tape.values):
+        raise _ExportError("the exported module contains tensors without values")
+    return tape
 
 
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
