@@ -11,9 +11,9 @@ import torch
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
+from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
     balanced,
-    check_shared,
     check_stages,
     check_weights,
     given_partition,
@@ -130,6 +130,7 @@ class Assembly:
 
     Attributes:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         recordings: Programs of this rank's stages for each signature of a microbatch.
@@ -139,6 +140,7 @@ class Assembly:
     """
 
     cut_points: tuple[str, ...]
+    shared_weights: tuple[tuple[str, ...], ...]
     partition: tuple[int, ...]
     weights: tuple[float, ...]
     recordings: Recordings
@@ -167,11 +169,12 @@ def assemble(
         for microbatch in microbatches
     ]
     examples = record_examples(request, moved)
-    num_segments = examples[0].forwards.training.num_segments
+    tape = examples[0].forwards.training
+    num_segments = tape.num_segments
     check_stages(num_segments, placement.num_stages)
-    recomputed_ranges(examples[0].forwards.training, request.recompute)
-    for example in examples:
-        check_shared(example.forwards.training, request.shared_weights)
+    recomputed_ranges(tape, request.recompute)
+    if are_added(request.model) and mesh.dp_rank == mesh.pp_rank == 0:
+        print(f"cut points: {describe(tape.cuts)}", flush=True)
 
     def measured() -> tuple[float, ...]:
         if not is_on_meta(request.model):
@@ -271,8 +274,10 @@ def _keep_part(
     for example, cut in zip(examples, cut_examples, strict=True):
         recordings.add(example.signature, cut)
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
+    aliases = examples[0].forwards.training.aliases
     return Assembly(
         cut_points=cuts,
+        shared_weights=tuple((n, *aliases.get(n, ())) for n in shared),
         partition=partition,
         weights=weights,
         recordings=recordings,

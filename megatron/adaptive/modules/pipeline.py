@@ -47,7 +47,7 @@ with _accelerator.quiet_imports():
         StageProgram,
     )
     from megatron.adaptive.modules.recompute import Recompute
-    from megatron.adaptive.modules.recording import Loss, Slicing
+    from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -117,9 +117,9 @@ class Pipeline:
     already, only these parameters get memory, and ``initialize`` sets their values.
 
     Args:
-        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
-            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
-            its ``forward`` takes.
+        model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
+            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
+            ``loss`` function, only those that its ``forward`` takes.
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
             pass is recorded with its first microbatch and checked with a second one. Or a list of
             microbatches, dictionaries of tensors of any shapes, which use all parameters.
@@ -130,8 +130,8 @@ class Pipeline:
             a dynamic loss scale.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
             Microbatches with other values get a recording of their own.
-        shared_weights: Groups of parameter names. All names of a group belong to the same
-            parameter, which is used on both sides of a cut.
+        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
+            Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
@@ -183,6 +183,7 @@ class Pipeline:
         partition: Number of segments (parts between cut points) in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
@@ -267,6 +268,7 @@ class Pipeline:
         require_whole(1, max_recordings=request.max_recordings)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
+        request = with_cut_points(request)
         self.model = request.model
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
@@ -294,6 +296,7 @@ class Pipeline:
             raise
         self._update = self._assembly.update
         self.cut_points = self._assembly.cut_points
+        self.shared_weights = self._assembly.shared_weights
         self.partition = self._assembly.partition
         self.weights = self._assembly.weights
         self._open_trace(request, samples)
