@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import torch
 
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
@@ -255,6 +256,8 @@ def _keep_part(
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     without_values = _names_on_meta(model) & kept
+    if mesh.dp_rank == mesh.pp_rank == 0:
+        _report_unused(request, examples, cut_examples)
     held = keep_only(model, kept, device)
     if request.initialize is not None:
         _fill({name: held[name] for name in held if name in without_values}, request.initialize)
@@ -292,6 +295,19 @@ def _keep_part(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
+
+
+def _report_unused(
+    request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
+) -> None:
+    """Prints a line if no stage uses an entry of the sample batch."""
+    used = set(request.decisive_entries)
+    for cut in cut_examples:
+        for plan in (*cut.training, *cut.evaluation):
+            used.update(plan.inputs)
+    unused = sorted({name for example in examples for name in example.microbatch} - used)
+    if unused:
+        print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)
 
 
 def _names_on_meta(model: torch.nn.Module) -> set[str]:
