@@ -239,25 +239,11 @@ def _keep_part(
     model = request.model
     device = mesh.accelerator.device
     cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
-    stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
-    uses: dict[str, set[int]] = {}
-    kept: set[str] = set()
-    for cut in cut_examples:
-        for stage in range(placement.num_stages):
-            for plan in cut.plans(stage):
-                for name in plan.parameters:
-                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
-                if stage in stages:
-                    kept.update(plan.buffers)
-    kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
+    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
+    uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
-    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
-    # keeps these.
-    if 0 in stages:
-        kept.update(name for name in order if name not in uses)
+    kept = _names_to_keep(cut_examples, uses, order, mesh.pp_rank, placement)
     without_values = _names_on_meta(model) & kept
-    if mesh.dp_rank == mesh.pp_rank == 0:
-        _report_unused(request, examples, cut_examples)
     held = keep_only(model, kept, device)
     if request.initialize is not None:
         _fill({name: held[name] for name in held if name in without_values}, request.initialize)
@@ -297,10 +283,52 @@ def _keep_part(
     )
 
 
+def _ranks_of_parameters(
+    cut_examples: Sequence[CutForwards], placement: Placement
+) -> dict[str, set[int]]:
+    """Returns the positions of the ranks that use each parameter, by the parameter's name."""
+    uses: dict[str, set[int]] = {}
+    for cut in cut_examples:
+        for stage in range(placement.num_stages):
+            for plan in cut.plans(stage):
+                for name in plan.parameters:
+                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
+    return uses
+
+
+def _names_to_keep(
+    cut_examples: Sequence[CutForwards],
+    uses: Mapping[str, set[int]],
+    order: Sequence[str],
+    pp_rank: int,
+    placement: Placement,
+) -> set[str]:
+    """Returns the names of the parameters and buffers that a rank keeps.
+
+    Args:
+        cut_examples: Recordings of the sample batch, cut into stages.
+        uses: Positions of the ranks that use each parameter.
+        order: Names of all parameters of the model.
+        pp_rank: Position of the rank in its pipeline.
+        placement: Assignment of stages to ranks.
+    """
+    stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
+    kept = {name for name, ranks in uses.items() if pp_rank in ranks}
+    for cut in cut_examples:
+        for stage in stages:
+            for plan in cut.plans(stage):
+                kept.update(plan.buffers)
+    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
+    # keeps these.
+    if 0 in stages:
+        kept.update(name for name in order if name not in uses)
+    return kept
+
+
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> None:
-    """Prints a line if no stage uses an entry of the sample batch."""
+    """Prints a line on the first rank if no stage uses an entry of the sample batch."""
     used = set(request.decisive_entries)
     for cut in cut_examples:
         for plan in (*cut.training, *cut.evaluation):
