@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +212,22 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
     opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)]))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+
+
+def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """The encoder of images has no optimizer state in the first checkpoint."""
+    steps = [[viewed(0, 5), viewed(0, 6)], [viewed(2, 5)], [viewed(0, 5), viewed(1, 4)]]
+
+    def run(total: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        with Pipeline(viewer(), SAMPLE, **VIEWER) as pipeline:
+            pipeline.set_optimizer(lambda owned: torch.optim.AdamW(owned, lr=0.1))
+            for step in pipeline.loop(total, folder=folder):
+                losses.append(pipeline.step(pipeline.share(steps[step]))[0])
+            return losses, {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+
+    losses, parameters = run(3, tmp_path / "whole")
+    parts = [run(total, tmp_path / "parts") for total in (1, 3)]
+    assert [*parts[0][0], *parts[1][0]] == losses
+    for name, parameter in parts[1][1].items():
+        torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=0)
