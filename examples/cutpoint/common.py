@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,8 +41,6 @@ def train(
     given: argparse.Namespace,
     model: torch.nn.Module,
     make_batch: Callable[[int], Batch],
-    *,
-    shared_weights: Sequence[Sequence[str]] = (),
     **options: Any,
 ) -> list[float]:
     """Trains a model with cut points; returns the losses. Ends the program after an error.
@@ -51,10 +49,10 @@ def train(
         given: the command line.
         model: the same on all processes.
         make_batch: gives a batch of that many samples.
-        shared_weights: see ``Pipeline``, as all further options.
+        options: Further arguments of ``Pipeline``.
     """
     try:
-        return _train(given, model, make_batch, shared_weights=shared_weights, **options)
+        return _train(given, model, make_batch, **options)
     except AdaptiveError as error:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -91,10 +91,18 @@ class Case:
         return losses, gradients_of(dict(model.named_parameters()))
 
     def run(
-        self, schedule: str, size: int, chunks: int | None = None, *, forward_only: bool = False
+        self,
+        schedule: str,
+        size: int,
+        chunks: int | None = None,
+        *,
+        split_backward: bool | None = None,
+        forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and summed gradients of the pipeline."""
-        request = PipelineSettings(self.model, self.batch, schedule=schedule, chunks=chunks)
+        request = PipelineSettings(
+            self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
+        )
         placement = choose_orders(request, size, 0).placement
         tape = self.forwards.evaluation if forward_only else self.forwards.training
         plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))

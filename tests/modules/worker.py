@@ -246,16 +246,74 @@ def steps_are_traced() -> None:
     assert len(found) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
 
 
+class Plain(torch.nn.Module):
+    """Blocks without cut points, one of which the forward pass never calls; ``x [n, 8]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(5)
+        )
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        x = self.first(x)
+        for block in self.blocks[:4]:
+            x = x + block(x)
+        return self.last(x).square().mean()
+
+
+class Single(torch.nn.Module):
+    """No repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()
+
+
+def blocks_and_shared_weights_are_found() -> None:
+    batches = [{"x": torch.randn(8, WIDTH)} for _ in range(2)]
+    for batch in batches:
+        dist.broadcast(batch["x"], 0)
+    whole = Plain()
+    optimizer = sgd(whole.parameters())
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = whole(**batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    with Pipeline(Plain(), batches[0], micro_batch_size=2) as pipeline:
+        assert pipeline.cut_points == tuple(f"blocks.{n}.cut_point" for n in range(4))
+        assert pipeline.shared_weights == (("first.weight", "last.weight"),)
+        pipeline.set_optimizer(sgd)
+        assert train(pipeline, batches) == pytest.approx(expected, rel=1e-5)
+        require_same(pipeline.named_parameters(), whole)
+    shared = tuple(tuple(names) for names in SHARED)
+    losses = []
+    for groups in ((), SHARED):
+        with make(shared_weights=groups) as pipeline:
+            assert pipeline.shared_weights == shared
+            losses.append(train(pipeline, [make_batch(4)]))
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(reference(knotty(), [make_batch(4)])[0], rel=1e-5)
+
+
 def wrong_settings_are_named_on_every_rank() -> None:
     """And the next pipeline works."""
     for options, words in (
         (
             {"schedule": "interleaved", "chunks": 3},
             ["8 cut points make 9 segments", "12 stages", "at least 11"],
-        ),
-        (
-            {"shared_weights": SHARED[1:]},
-            ["words.weight", "head.weight", "cuts.0", "shared_weights"],
         ),
         ({"pipeline_size": 3}, ["pipeline_size 3", "4 processes"]),
         ({"partition": "1-1-1"}, ["1-1-1", "9 segments", "4 stages"]),
@@ -266,6 +324,8 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ({"schedule": "1f1b", "split_backward": True}, ["split_backward=True", "1f1b"]),
     ):
         require_refused(lambda options=options: make(**options), *words)  # type: ignore[misc]
+    refused = ["4 stages", "no list of repeated blocks", "CutPoint.after(module)"]
+    require_refused(lambda: make(model=Single(), shared_weights=()), *refused)
     with make() as pipeline:
         other: Any = make_batch(2)["ids"]
         for batch, words in (
@@ -353,7 +413,6 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
         ({"schedule": "best"}, ["'best'", "1f1b"]),
     ):
         require_refused(lambda options=options: make_open(**options), *words)  # type: ignore[misc]
-    require_refused(lambda: Pipeline(knotty(), make_batch(16)), "words.weight", "shared_weights")
     require_refused(lambda: Pipeline(knotty(), {}), "no entries")
 
 

@@ -11,10 +11,10 @@ import torch
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
+from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
     StagePlan,
     balanced,
-    check_shared,
     check_stages,
     check_weights,
     given_partition,
@@ -116,6 +116,7 @@ class Assembly:
 
     Attributes:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         programs: For each stage of this rank, the calls to run in training.
@@ -126,6 +127,7 @@ class Assembly:
     """
 
     cut_points: tuple[str, ...]
+    shared_weights: tuple[tuple[str, ...], ...]
     partition: tuple[int, ...]
     weights: tuple[float, ...]
     programs: list[StageProgram]
@@ -155,7 +157,8 @@ def assemble(
     forwards = Forwards.of(request, first, request.slicing)
     tape = forwards.training
     check_stages(tape.num_segments, placement.num_stages)
-    check_shared(tape, request.shared_weights)
+    if are_added(request.model) and mesh.dp_rank == mesh.pp_rank == 0:
+        print(f"cut points: {describe(tape.cuts)}", flush=True)
 
     def measured() -> tuple[float, ...]:
         if shape.samples >= 2 * shape.micro_batch_size and not is_on_meta(request.model):
@@ -220,6 +223,7 @@ def _keep_part(
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
     return Assembly(
         cut_points=tuple(forwards.training.cuts),
+        shared_weights=tuple((n, *forwards.training.aliases.get(n, ())) for n in shared),
         partition=partition,
         weights=weights,
         programs=programs(forwards.training, plans),

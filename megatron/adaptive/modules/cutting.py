@@ -29,6 +29,7 @@ from torch.fx.node import map_aggregate
 
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.cut_points import NO_BLOCKS
 from megatron.adaptive.modules.tape import Ref, Tape, Value
 from megatron.adaptive.planner.job_shape import least_largest_of
 
@@ -39,6 +40,11 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     Raises:
         ConfigError: If there are fewer segments than stages. The message has both numbers.
     """
+    if num_stages > num_segments == 1:
+        raise ConfigError(
+            f"{num_stages} stages were asked for, and the model has {NO_BLOCKS}, or lower "
+            "pipeline_size or chunks"
+        )
     if num_stages > num_segments:
         raise ConfigError(
             f"{num_segments - 1} cut points make {num_segments} segments, and {num_stages} stages "
@@ -153,30 +159,6 @@ class StagePlan:
     buffers: list[str] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)
     result: int | None = None
-
-
-def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
-    """Checks that parameters used on both sides of a cut are declared as shared.
-
-    Args:
-        tape: Recorded forward pass.
-        groups: For each declared shared parameter, one or more of its names.
-
-    Raises:
-        ConfigError: If such a parameter is not declared. The message has the parameter, its other
-            names and the cut.
-    """
-    declared = {name for group in groups for name in group}
-    for name, segments in uses_of(tape).items():
-        if len(segments) < 2 or declared & {name, *tape.aliases.get(name, ())}:
-            continue
-        others = tape.aliases.get(name, ())
-        also = f" (also {', '.join(others)})" if others else ""
-        raise ConfigError(
-            f"parameter {name}{also} is used before and after cut point "
-            f"{tape.cuts[min(segments)]}: declare it with shared_weights=[{[name, *others]}], or "
-            "remove that cut point"
-        )
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:

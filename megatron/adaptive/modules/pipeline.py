@@ -30,7 +30,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
     from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.program import ProgramStages, RandomKey
-    from megatron.adaptive.modules.recording import Loss, Slicing
+    from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -50,9 +50,9 @@ class Pipeline:
     already, only these parameters get memory, and ``initialize`` sets their values.
 
     Args:
-        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
-            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
-            its ``forward`` takes.
+        model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
+            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
+            ``loss`` function, only those that its ``forward`` takes.
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
             pass is recorded with its first microbatch and checked with a second one.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
@@ -60,8 +60,8 @@ class Pipeline:
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
             a dynamic loss scale.
-        shared_weights: Groups of parameter names. All names of a group belong to the same
-            parameter, which is used on both sides of a cut.
+        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
+            Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
@@ -107,6 +107,7 @@ class Pipeline:
         partition: Number of segments (parts between cut points) in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
@@ -186,6 +187,7 @@ class Pipeline:
         if request.micro_batch_size is not None:
             BatchShape(request.sample_batch, request.micro_batch_size)
         check_groups(request.model, request.shared_weights)
+        request = with_cut_points(request)
         self.model = request.model
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
@@ -214,6 +216,7 @@ class Pipeline:
             raise
         self._update = self._assembly.update
         self.cut_points = self._assembly.cut_points
+        self.shared_weights = self._assembly.shared_weights
         self.partition = self._assembly.partition
         self.weights = self._assembly.weights
         self._open_trace(request, samples)

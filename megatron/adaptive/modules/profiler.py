@@ -27,9 +27,9 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
     from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError
     from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
-    from megatron.adaptive.modules.cutting import check_groups, check_shared
+    from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.mesh import join_job
-    from megatron.adaptive.modules.recording import Forwards, SampledModel
+    from megatron.adaptive.modules.recording import Forwards, SampledModel, with_cut_points
     from megatron.adaptive.modules.segments import (
         MakeOptimizer,
         SegmentSample,
@@ -62,9 +62,10 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: Model with cut points; measuring does not change it. Parameters and buffers on the
-            ``meta`` device are measured with random values. The other settings of the model are the
-            attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`.
+        model: Model to measure, which stays unchanged, except that cut points are added if it has
+            none. Parameters and buffers on the ``meta`` device are measured with random values. The
+            model's other settings are the attributes of
+            :class:`~megatron.adaptive.modules.recording.SampledModel`.
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
             so on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
@@ -119,7 +120,7 @@ class Profiler(SampledModel):
         """
         job = join_job(self.timeout_s)
         try:
-            return self.measure(job)
+            return with_cut_points(self).measure(job)
         finally:
             job.close()
 
@@ -263,7 +264,6 @@ class Profiler(SampledModel):
             }
             try:
                 tape = Forwards.of(self, batch, self.slicing).training
-                check_shared(tape, self.shared_weights)
                 rows = measure_segments(
                     self, tape, batch, device, split=self.split_backward, repeats=self.repeats
                 )

@@ -8,9 +8,11 @@ inside. So running the recording gives the same gradients as the model.
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.adaptive.accelerator import default_generator
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.cut_points import CutPoint, mark
+from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 # Functions that return the value of a tensor to Python, where the recorder cannot follow it.
@@ -105,11 +107,10 @@ class CallRecorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         # Keep all tensors alive, because Python may reuse the id() of a freed tensor.
         self._kept: list[torch.Tensor] = []
-        self._cut_names = {
-            id(module): name
-            for name, module in model.named_modules()
-            if isinstance(module, CutPoint)
-        }
+        cut_points = cut_points_of(model)
+        self._cut_names = {id(cut_point): name for name, cut_point in cut_points.items()}
+        self._optional = {name for name, cut_point in cut_points.items() if cut_point.is_optional}
+        self._repeated: set[str] = set()
         self._names: dict[int, tuple[str, str]] = {}
         aliases: dict[int, list[str]] = {}
         for source, named in (
@@ -307,6 +308,9 @@ class CallRecorder(TorchFunctionMode):
                 f"{where()} calls a CutPoint that is no module of the model: make it in __init__ "
                 "and keep it as an attribute"
             )
+        if name in self.tape.cuts and name in self._optional:
+            self._repeated.add(name)
+            return
         if name in self.tape.cuts:
             raise ConfigError(
                 f"cut point {name} is passed twice in one forward ({where()}): give each place a "
@@ -317,7 +321,7 @@ class CallRecorder(TorchFunctionMode):
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
         """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
         name = getattr(function, "__name__", "")
-        if name not in READING or self._freeze:
+        if name not in READING or self._freeze or is_checking():
             return
         for tensor in tensors:
             number = self._numbers.get(id(tensor))
@@ -332,7 +336,8 @@ class CallRecorder(TorchFunctionMode):
 
     def finish(self, loss: Any) -> None:
         """Checks the recorded forward pass and notes which tensor is the loss."""
-        missed = [name for name in self._cut_names.values() if name not in self.tape.cuts]
+        required = [name for name in self._cut_names.values() if name not in self._optional]
+        missed = [name for name in required if name not in self.tape.cuts]
         if missed:
             raise ConfigError(
                 f"cut point {missed[0]} is not passed in the sample's forward"
@@ -347,6 +352,7 @@ class CallRecorder(TorchFunctionMode):
                 "computed from the batch; return one, or give loss=function(output, batch)"
             )
         self.tape.loss = number
+        self.tape.remove_cuts(self._repeated)
         self._kept.clear()
 
 
@@ -362,6 +368,19 @@ def tensor_paths(
     elif isinstance(structure, dict):
         for name, part in structure.items():
             yield from tensor_paths(part, (*path, name))
+
+
+def is_checking() -> bool:
+    """Returns whether ``torch._check`` or a similar function runs.
+
+    These functions read a value only to raise an error. No other code depends on the value.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch" and frame.f_code.co_name.startswith("_check"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def where() -> str:

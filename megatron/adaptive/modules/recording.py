@@ -16,15 +16,19 @@ values (:mod:`~megatron.adaptive.modules.fake_recording`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.blocks import repeated_blocks
+from megatron.adaptive.modules.cut_points import CutPoint, are_added, cut_points_of
 from megatron.adaptive.modules.fake_recording import FakeRecorder, Fakes, is_on_meta
 from megatron.adaptive.modules.recorder import (
     CallRecorder,
@@ -47,9 +51,9 @@ class Forward:
     """Computes the loss of a microbatch.
 
     Attributes:
-        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
-            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
-            its ``forward`` takes.
+        model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
+            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
+            ``loss`` function, only those that its ``forward`` takes.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
@@ -114,8 +118,8 @@ class SampledModel(Forward):
     Attributes:
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
             pass is recorded with its first microbatch and checked with a second one.
-        shared_weights: Groups of parameter names. All names of a group belong to the same
-            parameter, which is used on both sides of a cut.
+        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
+            Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
@@ -127,6 +131,26 @@ class SampledModel(Forward):
     slicing: Slicing = "auto"
 
 
+Settings = TypeVar("Settings", bound=SampledModel)
+
+
+def with_cut_points(settings: Settings) -> Settings:
+    """Adds cut points between repeated blocks to a model without any, and returns the settings.
+
+    If the cut points were added, not set by the user, the settings also turn off the cache of past
+    tokens, which training never reads, by the argument ``use_cache`` of the model's ``forward``.
+    """
+    model = settings.model
+    if not cut_points_of(model) and repeated_blocks(model):
+        CutPoint.between_blocks(model)
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    if not has_cache or not are_added(model):
+        return settings
+    return dataclasses.replace(
+        settings, arguments={"use_cache": False, **(settings.arguments or {})}
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forwards:
     """Contains a model's recorded forward passes in training and in evaluation mode.
@@ -134,7 +158,7 @@ class Forwards:
     Attributes:
         training: Forward pass recorded in training mode.
         evaluation: Forward pass recorded in evaluation mode, with the same cut points.
-        way: Method by which the forward passes were recorded, ``record`` or ``export``.
+        way: Method by which the forward passes were recorded: ``record``, ``trace`` or ``export``.
     """
 
     training: Tape
@@ -149,8 +173,9 @@ class Forwards:
             forward: Model and loss function.
             sample: Tensors of the microbatch by name, on the model's device.
             slicing: Method of recording. ``record`` records the calls of torch that the model
-                makes. ``export`` records those that the module from ``torch.export`` makes.
-                ``auto`` exports only if the model reads values of tensors.
+                makes. ``export`` records those that the module from ``torch.export`` makes. If the
+                model reads values of tensors, ``auto`` records the calls that it makes while torch
+                says that it is exported, and exports it only if it reads values then too.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
@@ -172,10 +197,16 @@ class Forwards:
         export = partial(_exported, make=make)
         if slicing == "export":
             return cls._both(forward, sample, export, "export")
+        if slicing == "record" and are_added(forward.model):
+            # The fewer values the model reads, the fewer decisions of the sample stay fixed.
+            return cls._both(forward, sample, partial(_traced, make=make, freeze=True), "record")
         try:
             take = partial(_recorded, make=make, freeze=slicing == "record")
             return cls._both(forward, sample, take, "record")
         except ReadsValueError as error:
+            traced = cls._traced(forward, sample, make)
+            if traced is not None:
+                return traced
             try:
                 return cls._both(forward, sample, export, "export")
             except _ExportError as other:
@@ -183,6 +214,21 @@ class Forwards:
             except ReadsValueError:
                 # The first error names a line of the model, not of the exported module.
                 raise error from None
+
+    @classmethod
+    def _traced(
+        cls, forward: Forward, sample: Mapping[str, torch.Tensor], make: MakeRecorder
+    ) -> Forwards | None:
+        """Returns the forward passes recorded by ``trace``, ``None`` if another way is needed."""
+        try:
+            forwards = cls._both(forward, sample, partial(_traced, make=make), "trace")
+        except ReadsValueError:
+            return None
+        # Random numbers depend on the positions of calls. Earlier versions exported models with
+        # cut points of their own, and those models keep the random numbers that they had.
+        if forwards.training.is_random and not are_added(forward.model):
+            return None
+        return forwards
 
     @classmethod
     def _both(
@@ -197,6 +243,10 @@ class Forwards:
         with mode_of(forward.model, training=False), torch.no_grad():
             evaluation = take(forward, sample)
         training.autocast = evaluation.autocast = forward.autocast
+        for name, cut_point in cut_points_of(forward.model).items():
+            if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):
+                training.remove_cuts((name,))
+                evaluation.remove_cuts((name,))
         if training.cuts != evaluation.cuts:
             raise ConfigError(
                 f"in training the forward passes the cut points {', '.join(training.cuts)}, in "
@@ -252,6 +302,36 @@ def _recorded(
     return recorder.tape
 
 
+def _traced(
+    forward: Forward,
+    sample: Mapping[str, torch.Tensor],
+    *,
+    make: MakeRecorder,
+    freeze: bool = False,
+) -> Tape:
+    """Records a model while torch says that it is being exported.
+
+    Many libraries read no values of tensors during an export. The calls are still those of the
+    model, and recording them is much faster than an export.
+
+    Args:
+        forward: Model and loss function.
+        sample: Tensors of the microbatch, by the name of their batch entry.
+        make: Class of the recorder, or a function with the same arguments.
+        freeze: Whether to allow Python to read tensor values.
+    """
+    compiler: Any = torch.compiler
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = {flag: getattr(compiler, flag, False) for flag in flags}
+    try:
+        for flag in flags:
+            setattr(compiler, flag, True)
+        return _recorded(forward, sample, make=make, freeze=freeze)
+    finally:
+        for flag, value in before.items():
+            setattr(compiler, flag, value)
+
+
 class _ExportError(ConfigError):
     """Raised if ``torch.export`` failed."""
 
@@ -272,13 +352,34 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
     """Exports a model, runs the exported module and returns the tape of that run."""
     with undisturbed(forward.model, forward.device):
         try:
-            exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
+            # If an export fails, torch writes the whole graph to stderr.
+            with contextlib.redirect_stderr(io.StringIO()):
+                exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:
             # torch.export may raise many types of exceptions. All of them mean that the export
             # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
+    if _reads_values(module):
+        raise _ExportError("the exported module reads values of tensors too")
     return _recorded(forward, sample, module, make=make)
+
+
+def _reads_values(exported: torch.fx.GraphModule) -> bool:
+    """Returns whether an exported module computes tensors from values that it reads from others.
+
+    Values that it only checks do not count.
+    """
+    numbers: set[torch.fx.Node] = set()
+    aten = torch.ops.aten
+    for node in exported.graph.nodes:
+        if node.target in (aten.item.default, aten._local_scalar_dense.default):
+            numbers.add(node)
+        elif not numbers.isdisjoint(node.all_input_nodes):
+            if isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
+                return True
+            numbers.add(node)
+    return False
 
 
 def _loss_in(output: Any) -> Any:

@@ -6,7 +6,8 @@ this number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,3 +110,11 @@ class Tape:
     def is_random(self) -> bool:
         """Returns whether any call draws random numbers."""
         return any(call.is_random for call in self.calls)
+
+    def remove_cuts(self, names: Container[str]) -> None:
+        """Removes cut points, and joins the segments on both sides of each."""
+        kept = [name not in names for name in self.cuts]
+        segments = list(itertools.accumulate(kept, initial=0))
+        self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]
+        for call in self.calls:
+            call.segment = segments[call.segment]
