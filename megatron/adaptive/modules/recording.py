@@ -236,8 +236,7 @@ class Forwards:
             return cls._both(forward, sample, export, "export")
         if slicing == "record" and are_added(forward.model):
             # The fewer values the model reads, the fewer decisions of the sample stay fixed.
-            trace = partial(_traced, make=make, freeze=True)
-            return cls._both(forward, sample, trace, "record")
+            return cls._both(forward, sample, partial(_traced, make=make, freeze=True), "record")
         try:
             take = partial(_recorded, make=make, freeze=slicing == "record")
             return cls._both(forward, sample, take, "record")
