@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +167,67 @@ def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
     losses = [float(model(**part).detach()) for part in batch]
     opened.append(Pipeline(model, batch[:1], decisive_entries=["way"]))
     assert opened[0].eval(batch) == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_an_entry_that_no_stage_uses_is_told(
+    opened: list[Pipeline], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output
+
+    sample = {**make_batch(4), "weather": torch.ones(4)}
+    opened.append(Pipeline(knotty(), sample, micro_batch_size=2, loss=loss))
+    assert "no stage uses the batch entry weather" in capsys.readouterr().out
+
+
+def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None:
+    """Without cut points of its own, with a mask that its code looks at."""
+    transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(
+                num_hidden_layers=2, image_size=16, patch_size=8, projection_dim=16, **small
+            ),
+            text_config=transformers.LlamaConfig(num_hidden_layers=2, vocab_size=64, **small),
+            image_token_index=63,
+            vision_feature_layer=-1,
+        )
+    )
+
+    def microbatch(images: int, length: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(images)
+        ids = torch.randint(0, 60, (1, length + 4 * images), generator=generator)
+        ids[0, : 4 * images] = 63
+        part = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if images:
+            part["pixel_values"] = torch.randn(images, 3, 16, 16, generator=generator)
+        return part
+
+    step = [microbatch(images, 5 + images) for images in (3, 0, 8)]
+    whole = copy.deepcopy(model)
+    loss = torch.stack([whole(**part).loss / 3 for part in step]).sum()
+    loss.backward()
+    opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)]))
+    assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+
+
+def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """The encoder of images has no optimizer state in the first checkpoint."""
+    steps = [[viewed(0, 5), viewed(0, 6)], [viewed(2, 5)], [viewed(0, 5), viewed(1, 4)]]
+
+    def run(total: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        with Pipeline(viewer(), SAMPLE, **VIEWER) as pipeline:
+            pipeline.set_optimizer(lambda owned: torch.optim.AdamW(owned, lr=0.1))
+            for step in pipeline.loop(total, folder=folder):
+                losses.append(pipeline.step(pipeline.share(steps[step]))[0])
+            return losses, {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+
+    losses, parameters = run(3, tmp_path / "whole")
+    parts = [run(total, tmp_path / "parts") for total in (1, 3)]
+    assert [*parts[0][0], *parts[1][0]] == losses
+    for name, parameter in parts[1][1].items():
+        torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=0)

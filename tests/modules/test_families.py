@@ -6,6 +6,7 @@ two and four ranks in all placements, which takes minutes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megatron.adaptive.modules.cut_points import CutPoint, describe
+from megatron.adaptive.modules.recording import Forwards
 
 from ..multiprocess.launch import run_ranks, tail
 from .families import FAMILIES, Family
@@ -103,6 +105,24 @@ def test_a_family_trains_as_the_whole_model_does(number: int) -> None:
             )
             assert found_losses == pytest.approx(losses, rel=1e-5)
             require_same(found, gradients)
+
+
+ON_META = ["qwen3_moe", "t5", "gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm"]
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES] if ALL else ON_META)
+def test_a_family_is_recorded_without_weights(name: str) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    case = case_of(family)
+    losses, gradients = case.expected()
+    with torch.device("meta"):
+        on_meta = family.build(BLOCKS)
+    CutPoint.between_blocks(on_meta)
+    forward = dataclasses.replace(case.forward, model=on_meta)
+    case.forwards = Forwards.of(forward, case.microbatch(0), family.slicing)
+    found_losses, found = case.run("interleaved", 2, 2)
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    require_same(found, gradients)
 
 
 @pytest.mark.multiprocess

@@ -24,18 +24,18 @@ def trained(pipeline: Pipeline, batch: Any) -> tuple[list[float], dict[str, torc
     """Losses, the last gradients with buffers, and the bytes kept for the backward pass."""
     with pipeline:
         losses = [pipeline.step(batch)[0] for _ in range(2)]
-        found = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
-        found |= dict(pipeline.model.named_buffers())
+        tensors = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
+        tensors |= dict(pipeline.model.named_buffers())
         programs = pipeline._assembly.recordings.of(
             batch[0] if isinstance(batch, list) else {n: t[:2] for n, t in batch.items()}, 1
         )
-        return losses, found, programs.meter.bytes_of(0)
+        return losses, tensors, programs.meter.bytes_of(0)
 
 
-def require_equal(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    for name, tensor in found[1].items():
+def require_equal(result: Any, expected: Any) -> None:
+    assert result[0] == expected[0]
+    assert result[1].keys() == expected[1].keys()
+    for name, tensor in result[1].items():
         torch.testing.assert_close(tensor, expected[1][name], rtol=0, atol=0)
 
 
@@ -59,24 +59,24 @@ def test_recomputed_segments_give_equal_numbers(split: bool) -> None:
         plain = run(None, mixed_precision=precision)
         kept = [plain[2]]
         for recompute in ([2, 5], "all"):
-            found = run(recompute, mixed_precision=precision)
-            require_equal(found, plain)
-            kept.append(found[2])
+            result = run(recompute, mixed_precision=precision)
+            require_equal(result, plain)
+            kept.append(result[2])
         assert kept == sorted(kept, reverse=True)
         assert kept[2] < kept[0]
 
 
 def test_attention_is_recomputed_in_microbatches_of_any_content() -> None:
     batch = [viewed(3, 40, 5), viewed(0, 9, 6)]
-    found = {
+    results = {
         recompute: trained(
             Pipeline(viewer(dropout=0.2), SAMPLE, recompute=recompute, **VIEWER), batch
         )
         for recompute in (None, "selective", "all")
     }
     for recompute in ("selective", "all"):
-        require_equal(found[recompute], found[None])
-        assert found[recompute][2] < found[None][2]
+        require_equal(results[recompute], results[None])
+        assert results[recompute][2] < results[None][2]
 
 
 class Attention(nn.Module):
@@ -99,26 +99,26 @@ class Attention(nn.Module):
 
 def test_an_attention_of_single_operations_is_found() -> None:
     batch = {"x": torch.randn(4, 32, 8, generator=torch.Generator().manual_seed(0))}
-    plain, found = (
+    plain, selective = (
         trained(
             Pipeline(Attention(in_place=False), batch, micro_batch_size=2, recompute=recompute),
             batch,
         )
         for recompute in (None, "selective")
     )
-    require_equal(found, plain)
-    assert found[2] < plain[2]
+    require_equal(selective, plain)
+    assert selective[2] < plain[2]
 
 
 def test_what_cannot_be_recomputed_is_named() -> None:
     batch = {"x": torch.randn(4, 6, 8)}
-    for model, recompute, words in (
+    for model, recompute, message in (
         (Attention(in_place=True), "all", r"segment 1 changes a tensor of shape \[2, 6, 8\]"),
         (Attention(in_place=False), [2], "segment 2, and the cut points make 2 .* from 0 to 1"),
         (Attention(in_place=False), "attention", "recompute 'attention': give 'all'"),
         (Attention(in_place=False), [-1], r"recompute \[-1\]"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             Pipeline(model, batch, micro_batch_size=2, recompute=recompute)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="recompute='selective' .* neither"):
         Pipeline(
@@ -138,6 +138,6 @@ def test_the_profile_has_the_memory_of_recomputed_segments() -> None:
             knotty(), batch, shared_weights=SHARED, micro_batch_sizes=[2], recompute=recompute
         )
         samples = profiler.run().samples
-        rows.append({one.segment: one.kept_bytes for one in samples})
+        rows.append({sample.segment: sample.kept_bytes for sample in samples})
     less = {segment for segment, kept in rows[1].items() if kept < rows[0][segment]}
     assert less == {3}

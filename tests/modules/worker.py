@@ -243,11 +243,11 @@ def reference_of(
     for step, numbers in zip(steps, items, strict=True):
         optimizer.zero_grad()
         total = sum(numbers)
-        found = [number / total * model(**part) for part, number in zip(step, numbers, strict=True)]
-        for loss in found:
+        parts = [number / total * model(**part) for part, number in zip(step, numbers, strict=True)]
+        for loss in parts:
             loss.backward()
         optimizer.step()
-        losses.append(sum(float(loss.detach()) for loss in found))
+        losses.append(sum(float(loss.detach()) for loss in parts))
     return losses
 
 
@@ -281,8 +281,8 @@ def microbatches_have_shapes_of_their_own() -> None:
                 given = pipeline.share(numbers)
                 assert pipeline.step(mine, num_items=given)[0] == pytest.approx(loss, rel=1e-5)
             require_same(pipeline.named_parameters(), whole)
-            found = pipeline.eval(pipeline.share(steps[0][:5]))
-            assert found == pytest.approx(evaluated, rel=1e-5)
+            loss = pipeline.eval(pipeline.share(steps[0][:5]))
+            assert loss == pytest.approx(evaluated, rel=1e-5)
 
 
 def steps_are_traced() -> None:

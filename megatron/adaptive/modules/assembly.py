@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import torch
 
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
@@ -172,9 +173,9 @@ def assemble(
     tape = examples[0].forwards.training
     num_segments = tape.num_segments
     check_stages(num_segments, placement.num_stages)
+    recomputed_ranges(tape, request.recompute)
     if are_added(request.model) and mesh.dp_rank == mesh.pp_rank == 0:
         print(f"cut points: {describe(tape.cuts)}", flush=True)
-    recomputed_ranges(tape, request.recompute)
 
     def measured() -> tuple[float, ...]:
         if not is_on_meta(request.model):
@@ -238,22 +239,10 @@ def _keep_part(
     model = request.model
     device = mesh.accelerator.device
     cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
-    stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
-    uses: dict[str, set[int]] = {}
-    kept: set[str] = set()
-    for cut in cut_examples:
-        for stage in range(placement.num_stages):
-            for plan in cut.plans(stage):
-                for name in plan.parameters:
-                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
-                if stage in stages:
-                    kept.update(plan.buffers)
-    kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
+    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
+    uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
-    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
-    # keeps these.
-    if 0 in stages:
-        kept.update(name for name in order if name not in uses)
+    kept = _names_to_keep(cut_examples, uses, order, mesh.pp_rank, placement)
     without_values = _names_on_meta(model) & kept
     held = keep_only(model, kept, device)
     if request.initialize is not None:
@@ -274,11 +263,10 @@ def _keep_part(
     for example, cut in zip(examples, cut_examples, strict=True):
         recordings.add(example.signature, cut)
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
+    aliases = examples[0].forwards.training.aliases
     return Assembly(
         cut_points=cuts,
-        shared_weights=tuple(
-            (n, *examples[0].forwards.training.aliases.get(n, ())) for n in shared
-        ),
+        shared_weights=tuple((n, *aliases.get(n, ())) for n in shared),
         partition=partition,
         weights=weights,
         recordings=recordings,
@@ -293,6 +281,61 @@ def _keep_part(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
+
+
+def _ranks_of_parameters(
+    cut_examples: Sequence[CutForwards], placement: Placement
+) -> dict[str, set[int]]:
+    """Returns the positions of the ranks that use each parameter, by the parameter's name."""
+    uses: dict[str, set[int]] = {}
+    for cut in cut_examples:
+        for stage in range(placement.num_stages):
+            for plan in cut.plans(stage):
+                for name in plan.parameters:
+                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
+    return uses
+
+
+def _names_to_keep(
+    cut_examples: Sequence[CutForwards],
+    uses: Mapping[str, set[int]],
+    order: Sequence[str],
+    pp_rank: int,
+    placement: Placement,
+) -> set[str]:
+    """Returns the names of the parameters and buffers that a rank keeps.
+
+    Args:
+        cut_examples: Recordings of the sample batch, cut into stages.
+        uses: Positions of the ranks that use each parameter.
+        order: Names of all parameters of the model.
+        pp_rank: Position of the rank in its pipeline.
+        placement: Assignment of stages to ranks.
+    """
+    stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
+    kept = {name for name, ranks in uses.items() if pp_rank in ranks}
+    for cut in cut_examples:
+        for stage in stages:
+            for plan in cut.plans(stage):
+                kept.update(plan.buffers)
+    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
+    # keeps these.
+    if 0 in stages:
+        kept.update(name for name in order if name not in uses)
+    return kept
+
+
+def _report_unused(
+    request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
+) -> None:
+    """Prints a line on the first rank if no stage uses an entry of the sample batch."""
+    used = set(request.decisive_entries)
+    for cut in cut_examples:
+        for plan in (*cut.training, *cut.evaluation):
+            used.update(plan.inputs)
+    unused = sorted({name for example in examples for name in example.microbatch} - used)
+    if unused:
+        print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)
 
 
 def _names_on_meta(model: torch.nn.Module) -> set[str]:

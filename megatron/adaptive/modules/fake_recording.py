@@ -33,6 +33,7 @@ from megatron.adaptive.modules.recorder import (
     READING,
     CallRecorder,
     ReadsValueError,
+    is_checking,
     tensor_paths,
     where,
 )
@@ -56,6 +57,7 @@ class Fakes:
         sample: Tensors of the microbatch by name, on the device that the fakes should have.
 
     Attributes:
+        device: Device that the fakes have.
         sample: Fakes of the microbatch's tensors, by name.
         mode: Mode of torch in which calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model by ``input`` or
@@ -65,7 +67,7 @@ class Fakes:
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
         self._model = model
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = next(iter(sample.values())).device
+        self.device = next(iter(sample.values())).device
         self.sample = {name: self.fake(tensor) for name, tensor in sample.items()}
         self.values = {("input", name): tensor for name, tensor in sample.items()}
         for name, buffer in model.named_buffers():
@@ -80,7 +82,7 @@ class Fakes:
         """Returns a fake of a tensor; a fake of a parameter is a parameter."""
         with self.mode:
             fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
             )
             if isinstance(tensor, torch.nn.Parameter):
                 return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -191,11 +193,16 @@ class FakeRecorder(CallRecorder):
                 self._refuse_constant(tensor)
         if getattr(function, "__name__", "") in READING:
             return self._run_with_values(args, kwargs, run)
+        if function is torch.tensor and any(True for _ in tensor_paths(args)):
+            # torch.tensor copies the values of the tensors in a list.
+            return self._fakes.fake_of(self._run_with_values(args, kwargs, run))
         try:
             with self._operations:
                 return run(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            result = self._run_with_values(args, kwargs, run)
+            # The shape of indexed elements depends on the values of the index alone.
+            indexed = args[0] if function is torch.Tensor.__getitem__ else None
+            result = self._run_with_values(args, kwargs, run, indexed)
             return map_aggregate(result, self._fakes.fake_of)
 
     def _source(self, tensor: torch.Tensor) -> int:
@@ -211,13 +218,30 @@ class FakeRecorder(CallRecorder):
             "with its weights"
         )
 
-    def _run_with_values(self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
-        """Returns the result of a call on real tensors instead of fakes."""
+    def _run_with_values(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Any,
+        unread: torch.Tensor | None = None,
+    ) -> Any:
+        """Returns the result of a call on real tensors instead of fakes.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            run: Function to call.
+            unread: Fake whose values do not matter, so that zeros may replace them.
+        """
         fakes = [
-            tensor for tensor, _ in tensor_paths((args, kwargs)) if isinstance(tensor, FakeTensor)
+            tensor
+            for tensor, _ in tensor_paths((args, kwargs))
+            if isinstance(tensor, FakeTensor) and tensor is not unread
         ]
         numbers = [self._numbers.get(id(fake), -1) for fake in fakes]
         values = None if -1 in numbers else values_on(self.tape, numbers, self._fakes.values)
+        if values is None and is_checking():
+            return True
         if values is None:
             raise ReadsValueError(
                 f"{where()} needs the values of a tensor that depends on parameters, and parameters"
@@ -225,6 +249,10 @@ class FakeRecorder(CallRecorder):
                 " build the model with its weights"
             )
         by_id = {id(fake): values[number] for fake, number in zip(fakes, numbers, strict=True)}
+        if unread is not None:
+            with unset_fake_temporarily():
+                zero = torch.zeros((), dtype=unread.dtype, device=self._fakes.device)
+                by_id[id(unread)] = zero.expand(unread.shape)
         real: Any = map_aggregate((args, kwargs), lambda part: by_id.get(id(part), part))
         with unset_fake_temporarily(), torch.no_grad():
             return run(*real[0], **real[1])

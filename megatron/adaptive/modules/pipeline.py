@@ -227,37 +227,9 @@ class Pipeline:
         on_hang: Literal["report", "end"] = "report",
         initialize: Initialize | None = None,
     ) -> None:
-        self._begin(
-            PipelineSettings(
-                model,
-                sample_batch,
-                loss=loss,
-                arguments=arguments,
-                mixed_precision=mixed_precision,
-                decisive_entries=decisive_entries,
-                shared_weights=shared_weights,
-                slicing=slicing,
-                recompute=recompute,
-                max_recordings=max_recordings,
-                micro_batch_size=micro_batch_size,
-                pipeline_size=pipeline_size,
-                batch_size=batch_size,
-                memory_limit_bytes=memory_limit_bytes,
-                schedule=schedule,
-                chunks=chunks,
-                activation_cap=activation_cap,
-                split_backward=split_backward,
-                partition=partition,
-                weights=weights,
-                seed=seed,
-                transport=transport,
-                trace_dir=trace_dir,
-                timeout_s=timeout_s,
-                hang_after_s=hang_after_s,
-                on_hang=on_hang,
-                initialize=initialize,
-            )
-        )
+        arguments_by_name = locals()
+        names = [spec.name for spec in dataclasses.fields(PipelineSettings)]
+        self._begin(PipelineSettings(**{name: arguments_by_name[name] for name in names}))
 
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""

@@ -64,7 +64,7 @@ class Profiler(SampledModel):
     Args:
         model: Model to measure, which stays unchanged, except that cut points are added if it has
             none. Parameters and buffers on the ``meta`` device are measured with random values. The
-            other settings of the model are the attributes of
+            model's other settings are the attributes of
             :class:`~megatron.adaptive.modules.recording.SampledModel`.
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and

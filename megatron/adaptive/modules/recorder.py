@@ -460,7 +460,7 @@ class CallRecorder(TorchFunctionMode):
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
         """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
         name = getattr(function, "__name__", "")
-        if name not in READING or self._freeze or _is_checking():
+        if name not in READING or self._freeze or is_checking():
             return
         for tensor in tensors:
             number = self._numbers.get(id(tensor))
@@ -509,7 +509,7 @@ def tensor_paths(
             yield from tensor_paths(part, (*path, name))
 
 
-def _is_checking() -> bool:
+def is_checking() -> bool:
     """Returns whether ``torch._check`` or a similar function runs.
 
     These functions read a value only to raise an error. No other code depends on the value.
