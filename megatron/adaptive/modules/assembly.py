@@ -212,10 +212,7 @@ def _keep_part(
     # keeps these.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
-    without_values = _names_on_meta(model) & kept
-    held = keep_only(model, kept, device)
-    if request.initialize is not None:
-        _fill({name: held[name] for name in held if name in without_values}, request.initialize)
+    held = _hold(request, kept, device)
 
     def programs(tape: Tape, all_plans: Sequence[StagePlan]) -> list[StageProgram]:
         return [StageProgram(tape, all_plans[stage], held, device) for stage in stages]
@@ -245,10 +242,22 @@ def _keep_part(
     )
 
 
-def _names_on_meta(model: torch.nn.Module) -> set[str]:
-    """Returns the names of the parameters and buffers on the ``meta`` device."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name for name, tensor in named if tensor.is_meta}
+def _hold(
+    request: PipelineSettings, names: set[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Keeps parameters and buffers of the model; those on the ``meta`` device get their values.
+
+    Args:
+        request: Settings of the pipeline.
+        names: Names of the parameters and buffers to keep.
+        device: Device on which they are kept.
+    """
+    named = (*request.model.named_parameters(), *request.model.named_buffers())
+    on_meta = {name for name, tensor in named if tensor.is_meta}
+    held = keep_only(request.model, names, device)
+    if request.initialize is not None:
+        _fill({name: held[name] for name in held if name in on_meta}, request.initialize)
+    return held
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
