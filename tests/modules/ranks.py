@@ -130,12 +130,12 @@ class Case:
         programs = [StageProgram(tape, plans[s], held, CPU) for s in mine]
         split = orders.weight_pieces > 0 and not forward_only
         stages = ProgramStages(
-            programs=programs,
+            programs=[programs] * self.count,
             microbatches=[self.microbatch(number) for number in range(self.count)],
             random=RandomKey(7, 0, CPU),
             held=held,
             device=CPU,
-            meter=ActivationMeter(),
+            meters=[ActivationMeter()] * self.count,
             stores=[WeightGradientStore() for _ in programs] if split else None,
             forward_only=forward_only,
         )

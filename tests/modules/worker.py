@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch
+from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch, viewed, viewer
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
@@ -36,6 +36,11 @@ RANKS = 4
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR)
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    """Changes a parameter whose gradient is zero, but not one that has none."""
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
 
 def make(**options: Any) -> Pipeline:
@@ -229,6 +234,57 @@ def bf16_trains() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+def reference_of(
+    model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
+) -> list[float]:
+    """Trains the whole model on listed microbatches, weighted by items; returns the losses."""
+    optimizer = decaying(model.parameters())
+    losses = []
+    for step, numbers in zip(steps, items, strict=True):
+        optimizer.zero_grad()
+        total = sum(numbers)
+        parts = [number / total * model(**part) for part, number in zip(step, numbers, strict=True)]
+        for loss in parts:
+            loss.backward()
+        optimizer.step()
+        losses.append(sum(float(loss.detach()) for loss in parts))
+    return losses
+
+
+def microbatches_have_shapes_of_their_own() -> None:
+    """Images of different numbers and sizes, or none, under schedules in a loop and a V."""
+    images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
+    steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
+    steps[1][2] = viewed(0, 300)  # its messages are larger than the buffers of the channels
+    items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]
+    whole = viewer()
+    losses = reference_of(whole, steps, items)
+    whole.eval()
+    with torch.no_grad():
+        evaluated = sum(float(whole(**part)) for part in steps[0][:5]) / 5
+    for options in (
+        {},
+        {"schedule": "interleaved", "chunks": 2, "pipeline_size": 2},
+        {"schedule": "zb-v"},
+    ):
+        model = viewer()
+        with Pipeline(
+            model,
+            [viewed(2, 5, 1), viewed(0, 4, 2)],
+            shared_weights=[["words.weight", "head.weight"]],
+            decisive_entries=["sizes"],
+            **options,  # type: ignore[arg-type]
+        ) as pipeline:
+            pipeline.set_optimizer(decaying)
+            for step, numbers, loss in zip(steps, items, losses, strict=True):
+                mine = pipeline.share(step)
+                given = pipeline.share(numbers)
+                assert pipeline.step(mine, num_items=given)[0] == pytest.approx(loss, rel=1e-5)
+            require_same(pipeline.named_parameters(), whole)
+            loss = pipeline.eval(pipeline.share(steps[0][:5]))
+            assert loss == pytest.approx(evaluated, rel=1e-5)
+
+
 def steps_are_traced() -> None:
     folder = Path(sys.argv[1]) / "traces"
     with make(trace_dir=str(folder)) as pipeline:
@@ -332,7 +388,7 @@ def wrong_settings_are_named_on_every_rank() -> None:
             (make_batch(3), ["3 samples", "microbatches of 2"]),
             ({"ids": other}, ["the batch lacks 'label'"]),
             (other, ["a Tensor", "dictionary"]),
-            (make_batch(2, length=7), ["batch['ids']", "[7]", "[5]"]),
+            ({**make_batch(2), "ids": other.int()}, ["batch['ids']", "torch.int32", "torch.int64"]),
         ):
             require_refused(lambda batch=batch: pipeline.step(batch), *words)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())

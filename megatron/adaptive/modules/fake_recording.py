@@ -153,7 +153,10 @@ class FakeRecorder(CallRecorder):
         inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
+        decisive: Names of the inputs whose values Python may read, because they are the same
+            whenever the recording is used.
         fakes: Fakes of the model and of the microbatch.
+        may_miss: Whether the forward pass may leave out cut points.
     """
 
     def __init__(
@@ -161,12 +164,14 @@ class FakeRecorder(CallRecorder):
         model: torch.nn.Module,
         inputs: Mapping[str, torch.Tensor],
         freeze: bool,
+        decisive: Sequence[str] = (),
         *,
         fakes: Fakes,
+        may_miss: bool = False,
     ) -> None:
         self._operations = _Operations()  # type: ignore[no-untyped-call]  # torch's class has no type hints
         self._fakes = fakes
-        super().__init__(model, inputs, freeze)
+        super().__init__(model, inputs, freeze, decisive, may_miss=may_miss)
 
     def _watch_random_numbers(self) -> None:
         self._operations.is_random = False

@@ -29,6 +29,7 @@ from megatron.adaptive.checkpoint.safetensors import ALL_DTYPES, TensorFolder
 from megatron.adaptive.config.hugging_face import CONFIG
 from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.modules.adapters import add_adapters, initialize_adapters
 
 
 def transformers_module(name: str = "") -> Any:
@@ -337,37 +338,51 @@ class Pretrained:
     """Contains a model on the ``meta`` device and the folder with its weights.
 
     Attributes:
-        model: Model on the ``meta`` device.
+        model: Model on the ``meta`` device, with adapters if there are any.
         weights: Reader of the folder.
         arguments: Keyword arguments of the model's ``forward`` for training.
+        has_adapters: Whether only adapters are trained.
     """
 
     model: torch.nn.Module
     weights: PretrainedWeights
-    arguments: dict[str, Any]
+    arguments: Mapping[str, Any]
+    has_adapters: bool
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the user's settings of a pipeline, completed for this model."""
+
+        def initialize(tensors: Mapping[str, torch.Tensor]) -> None:
+            self.weights.initialize(tensors)
+            if self.has_adapters:
+                initialize_adapters(self.model, settings.get("seed", 1234))
+
+        arguments = {**self.arguments, **(settings.get("arguments") or {})}
+        return {**settings, "arguments": arguments, "initialize": initialize}
 
 
 def open_pretrained(
-    folder: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path, *, adapter: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Pretrained:
     """Builds the model of a folder on the ``meta`` device and checks the files with its weights.
 
     Args:
         folder: Folder of the model.
+        adapter: ``LoraConfig`` of PEFT, ``None`` to train all parameters.
         dtype: Element type of the parameters, ``None`` for the type in the configuration.
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or does not fit the configuration.
-        ConfigError: If the model is quantized, or cannot be built.
+        ConfigError: If the model is quantized or cannot be built, or the adapter does not fit.
     """
-    folder = Path(folder)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model = build_on_meta(folder, config, dtype)
     weights = PretrainedWeights(folder, model)
     parameters = inspect.signature(model.forward).parameters
     return Pretrained(
-        model=model,
+        model=model if adapter is None else add_adapters(model, adapter, folder),
         weights=weights,
         arguments={"use_cache": False} if "use_cache" in parameters else {},
+        has_adapters=adapter is not None,
     )

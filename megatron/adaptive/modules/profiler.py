@@ -260,7 +260,7 @@ class Profiler(SampledModel):
             # Copy the entries, because a view would keep the memory of the whole batch.
             batch = {
                 name: tensor[:size].to(self.device, copy=True)
-                for name, tensor in stretched(self.sample_batch, size).items()
+                for name, tensor in stretched(self.sample, size).items()
             }
             try:
                 tape = Forwards.of(self, batch, self.slicing).training

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -94,15 +94,25 @@ class CallRecorder(TorchFunctionMode):
         inputs: Tensors of the microbatch, by the name of their batch entry.
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
+        decisive: Names of the inputs whose values Python may read, because they are the same
+            whenever the recording is used.
+        may_miss: Whether the forward pass may leave out cut points.
     """
 
     def __init__(
-        self, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], freeze: bool
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        freeze: bool,
+        decisive: Sequence[str] = (),
+        *,
+        may_miss: bool = False,
     ) -> None:
         super().__init__()
         self.is_inside = False
         self.tape = Tape()
         self._freeze = freeze
+        self._may_miss = may_miss
         self._passing = -1
         self._numbers: dict[int, int] = {}
         # Keep all tensors alive, because Python may reuse the id() of a freed tensor.
@@ -123,7 +133,7 @@ class CallRecorder(TorchFunctionMode):
                 self._kept.append(tensor)
         self.tape.aliases = {names[0]: tuple(names[1:]) for names in aliases.values()}
         for name, tensor in inputs.items():
-            self._add(tensor, source="input", name=name)
+            self._add(tensor, source="input", name=name, varies=name not in decisive)
             self.tape.device = tensor.device
         first = next(model.parameters(), None)
         if first is not None:
@@ -330,15 +340,15 @@ class CallRecorder(TorchFunctionMode):
                 raise ReadsValueError(
                     f"{where()} looks at the values of a tensor ({name}), and what follows may "
                     "differ between microbatches: compute with tensors there, keep cut points out "
-                    'of such control flow, or give slicing="record" if the answer is always the '
-                    "sample's"
+                    "of such control flow, name the batch entry that decides in decisive_entries, "
+                    'or give slicing="record" if the answer is always the sample\'s'
                 )
 
     def finish(self, loss: Any) -> None:
         """Checks the recorded forward pass and notes which tensor is the loss."""
         required = [name for name in self._cut_names.values() if name not in self._optional]
         missed = [name for name in required if name not in self.tape.cuts]
-        if missed:
+        if missed and not self._may_miss:
             raise ConfigError(
                 f"cut point {missed[0]} is not passed in the sample's forward"
                 f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}: cut points "

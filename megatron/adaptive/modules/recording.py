@@ -30,6 +30,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 from megatron.adaptive.modules.cut_points import CutPoint, are_added, cut_points_of
 from megatron.adaptive.modules.fake_recording import FakeRecorder, Fakes, is_on_meta
+from megatron.adaptive.modules.recompute import Recompute, check_recompute
 from megatron.adaptive.modules.recorder import (
     CallRecorder,
     ReadsValueError,
@@ -59,6 +60,8 @@ class Forward:
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
             a dynamic loss scale.
+        decisive_entries: Names of batch entries whose values the model's Python code may read.
+            Microbatches with other values get a recording of their own.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -69,8 +72,14 @@ class Forward:
     loss: Loss | None = None
     arguments: Mapping[str, Any] | None = None
     mixed_precision: Literal["bf16", "fp16"] | None = None
+    decisive_entries: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.decisive_entries, str):
+            raise ConfigError(
+                f"decisive_entries {self.decisive_entries!r}: give a sequence of names of batch "
+                "entries"
+            )
         if self.mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
                 f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
@@ -117,18 +126,33 @@ class SampledModel(Forward):
 
     Attributes:
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
-            pass is recorded with its first microbatch and checked with a second one.
+            pass is recorded with its first microbatch and checked with a second one. Or a list of
+            microbatches, dictionaries of tensors of any shapes, which use all parameters.
         shared_weights: Groups of parameter names, each of which must belong to a single parameter.
             Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
+        recompute: Calls that the backward pass runs again, instead of keeping their results in
+            memory: ``all``, only attention (``selective``), or those of the segments with these
+            indices. ``None`` for none.
     """
 
-    sample_batch: Mapping[str, torch.Tensor]
+    sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
     _: KW_ONLY
     shared_weights: Sequence[Sequence[str]] = ()
     slicing: Slicing = "auto"
+    recompute: Recompute = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_recompute(self.recompute)
+
+    @property
+    def sample(self) -> Mapping[str, torch.Tensor]:
+        """Returns the sample batch, which must not be a list of microbatches."""
+        assert isinstance(self.sample_batch, Mapping)
+        return self.sample_batch
 
 
 Settings = TypeVar("Settings", bound=SampledModel)
@@ -166,7 +190,14 @@ class Forwards:
     way: str
 
     @classmethod
-    def of(cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str) -> Forwards:
+    def of(
+        cls,
+        forward: Forward,
+        sample: Mapping[str, torch.Tensor],
+        slicing: str,
+        *,
+        may_miss: bool = False,
+    ) -> Forwards:
         """Records the model on a microbatch in training and in evaluation mode.
 
         Args:
@@ -176,6 +207,7 @@ class Forwards:
                 makes. ``export`` records those that the module from ``torch.export`` makes. If the
                 model reads values of tensors, ``auto`` records the calls that it makes while torch
                 says that it is exported, and exports it only if it reads values then too.
+            may_miss: Whether the forward pass may leave out cut points.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
@@ -184,9 +216,14 @@ class Forwards:
         if slicing not in get_args(Slicing):
             raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
         if not is_on_meta(forward.model):
-            return cls._of(forward, sample, slicing, CallRecorder)
+            make: MakeRecorder = partial(
+                CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
+            )
+            return cls._of(forward, sample, slicing, make)
         fakes = Fakes(forward.model, sample)
-        make = partial(FakeRecorder, fakes=fakes)
+        make = partial(
+            FakeRecorder, fakes=fakes, decisive=forward.decisive_entries, may_miss=may_miss
+        )
         with fakes.in_model():
             return cls._of(forward, fakes.sample, slicing, make)
 

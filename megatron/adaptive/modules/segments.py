@@ -30,8 +30,9 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, signature_of, slice_tape, uses_of
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.recording import Forward, Forwards, mode_of
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, mode_of
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
@@ -86,7 +87,7 @@ class SegmentSample:
 
 
 def measure_segments(
-    forward: Forward,
+    forward: SampledModel,
     tape: Tape,
     batch: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -98,6 +99,7 @@ def measure_segments(
 
     Args:
         forward: Model with all its parameters, on any device; those on ``meta`` get random values.
+            Segments that it recomputes are measured so.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
@@ -108,6 +110,7 @@ def measure_segments(
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
     """
     plans = slice_tape(tape, (1,) * tape.num_segments)
+    recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     size = len(next(iter(inputs.values())))
@@ -117,13 +120,14 @@ def measure_segments(
     on_meta = is_on_meta(forward.model)
     with torch.enable_grad(), undisturbed(forward.model, device):
         for segment, plan in enumerate(plans):
-            signature = signature_of(tape, plan) if on_meta else segment
+            is_recomputed = any(calls.start in plan.calls for calls in recomputed)
+            signature = (signature_of(tape, plan), is_recomputed) if on_meta else segment
             if signature in measured:
                 sample, message = measured[signature]
                 samples.append(replace(sample, segment=segment))
                 continue
             held = _held(tape, plan, tensors, device)
-            program = StageProgram(tape, plan, held, device)
+            program = StageProgram(tape, plan, held, device, recomputed)
             before = _reset_peak_bytes(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
@@ -214,12 +218,12 @@ def _time(
     """Returns the times of a segment's F, B and W, its output message, and its ``kept_bytes``."""
     meter = ActivationMeter()
     stages = ProgramStages(
-        programs=[program],
+        programs=[[program]] * (WARM_UP + repeats),
         microbatches=[inputs] * (WARM_UP + repeats),
         random=RandomKey(0, 0, device),
         held=held,
         device=device,
-        meter=meter,
+        meters=[meter] * (WARM_UP + repeats),
         stores=[WeightGradientStore()] if split else None,
     )
     gradient = None
