@@ -243,10 +243,7 @@ def _keep_part(
     uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
     kept = _names_to_keep(cut_examples, uses, order, mesh.pp_rank, placement)
-    without_values = _names_on_meta(model) & kept
-    held = keep_only(model, kept, device)
-    if request.initialize is not None:
-        _fill({name: held[name] for name in held if name in without_values}, request.initialize)
+    held = _hold(request, kept, device)
     cuts = tuple(examples[0].forwards.training.cuts)
     part = KeptPart(
         cuts=cuts,
@@ -281,6 +278,24 @@ def _keep_part(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
+
+
+def _hold(
+    request: PipelineSettings, names: set[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Keeps parameters and buffers of the model; those on the ``meta`` device get their values.
+
+    Args:
+        request: Settings of the pipeline.
+        names: Names of the parameters and buffers to keep.
+        device: Device on which they are kept.
+    """
+    named = (*request.model.named_parameters(), *request.model.named_buffers())
+    on_meta = {name for name, tensor in named if tensor.is_meta}
+    held = keep_only(request.model, names, device)
+    if request.initialize is not None:
+        _fill({name: held[name] for name in held if name in on_meta}, request.initialize)
+    return held
 
 
 def _ranks_of_parameters(
@@ -336,12 +351,6 @@ def _report_unused(
     unused = sorted({name for example in examples for name in example.microbatch} - used)
     if unused:
         print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)
-
-
-def _names_on_meta(model: torch.nn.Module) -> set[str]:
-    """Returns the names of the parameters and buffers on the ``meta`` device."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name for name, tensor in named if tensor.is_meta}
 
 
 def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:

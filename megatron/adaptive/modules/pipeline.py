@@ -231,6 +231,76 @@ class Pipeline:
         names = [spec.name for spec in dataclasses.fields(PipelineSettings)]
         self._begin(PipelineSettings(**{name: arguments_by_name[name] for name in names}))
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        sample_batch: Mapping[str, torch.Tensor],
+        *,
+        adapter: Any = None,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        **settings: Any,
+    ) -> Pipeline:
+        """Makes a pipeline of a model that ``transformers`` has saved. Collective.
+
+        Each process reads only the tensors of its stages. Nothing is downloaded.
+
+        Args:
+            folder: Folder with ``config.json`` and ``safetensors`` files.
+            sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+            adapter: ``LoraConfig`` of PEFT. Then only adapters are trained. ``None`` trains all
+                parameters.
+            dtype: Element type of the parameters, ``None`` for the type in ``config.json``.
+            trust_remote_code: Whether Python code in the folder may be run.
+            settings: Other arguments of :class:`Pipeline`, by name.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged, or does not fit ``config.json``.
+            ConfigError: If the model cannot be built, or an argument is invalid.
+        """
+        # Imported only when needed, because transformers and PEFT are optional.
+        from megatron.adaptive.modules.pretrained import open_pretrained
+
+        source = open_pretrained(
+            Path(folder), adapter=adapter, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        pipeline = cls(source.model, sample_batch, **source.settings(settings))
+        pipeline._source_folder = Path(folder)
+        return pipeline
+
+    @naming_lost_peers()
+    def save_pretrained(self, folder: str | Path, *, shard_bytes: int = 5_000_000_000) -> Path:
+        """Writes the model as a folder that ``transformers`` reads. Collective.
+
+        Each process writes the tensors of its stages. If PEFT has put adapters into the model, only
+        these are written, for PEFT. The folder gets its name when it is complete.
+
+        Args:
+            folder: Folder to write, visible to all nodes. It must not exist or be empty.
+            shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+
+        Returns:
+            Path of the folder.
+
+        Raises:
+            CheckpointError: If the folder cannot be written.
+            ConfigError: If the model is not one of ``transformers``, or the folder is not empty.
+        """
+        # Imported only when needed, because transformers is optional.
+        from megatron.adaptive.modules.pretrained_saving import save_pretrained
+
+        path = Path(folder)
+        save_pretrained(
+            path,
+            self.model,
+            self._assembly.held,
+            self._mesh,
+            source=self._source_folder,
+            shard_bytes=shard_bytes,
+        )
+        return path
+
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""
         check_values(
@@ -242,6 +312,7 @@ class Pipeline:
         check_groups(request.model, request.shared_weights)
         request = with_cut_points(request)
         self.model = request.model
+        self._source_folder: Path | None = None
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
         self._loop: Loop | None = None

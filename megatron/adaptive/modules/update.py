@@ -147,8 +147,8 @@ class Update:
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            owned = list(self.parameters.values())
-            optimizer = optimizer(owned) if owned else None
+            trained = [p for p in self.parameters.values() if p.requires_grad]
+            optimizer = optimizer(trained) if trained else None
         if optimizer is not None:
             self._check(optimizer)
         self.optimizer = optimizer
