@@ -12,6 +12,7 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import Pipeline
+from megatron.adaptive.modules.recording import Forward, Forwards
 
 from .models import SHARED, knotty, make_batch, viewed, viewer
 
@@ -167,6 +168,31 @@ def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
     losses = [float(model(**part).detach()) for part in batch]
     opened.append(Pipeline(model, batch[:1], decisive_entries=["way"]))
     assert opened[0].eval(batch) == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+class Looking(torch.nn.Module):
+    """Looks at a mask, if there is any, unless it is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None and not torch.compiler.is_exporting() and bool(mask.all()):
+            mask = None
+        y = self.layer(x)
+        return (y if mask is None else y * mask).square().mean()
+
+
+def test_later_recordings_are_made_as_that_of_the_sample() -> None:
+    """Because random numbers depend on the positions of calls, which depend on the method."""
+    forward = Forward(Looking())
+    x = torch.ones(2, 4)
+    way = Forwards.of(forward, {"x": x, "mask": x}, "auto").way
+    assert way == "trace"
+    assert Forwards.of(forward, {"x": x}, "auto").way == "record"
+    assert Forwards.of(forward, {"x": x}, "auto", way=way).way == way
+    assert Forwards.of(forward, {"x": x}, "auto", way="export").way == "export"
 
 
 def test_an_entry_that_no_stage_uses_is_told(

@@ -256,7 +256,9 @@ def _keep_part(
         device=device,
         recompute=request.recompute,
     )
-    recordings = Recordings(request, part, request.max_recordings)
+    ways = {example.forwards.way for example in examples} - {"record"}
+    way = min(ways, default="record")
+    recordings = Recordings(request, part, way, request.max_recordings)
     for example, cut in zip(examples, cut_examples, strict=True):
         recordings.add(example.signature, cut)
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}

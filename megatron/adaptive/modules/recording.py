@@ -199,6 +199,7 @@ class Forwards:
         slicing: str,
         *,
         may_miss: bool = False,
+        way: str = "record",
     ) -> Forwards:
         """Records the model on a microbatch in training and in evaluation mode.
 
@@ -210,6 +211,8 @@ class Forwards:
                 model reads values of tensors, ``auto`` records the calls that it makes while torch
                 says that it is exported, and exports it only if it reads values then too.
             may_miss: Whether the forward pass may leave out cut points.
+            way: Method by which the sample batch was recorded, which ``auto`` tries first. Random
+                numbers depend on the positions of calls, and these on the method.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
@@ -221,19 +224,31 @@ class Forwards:
             make: MakeRecorder = partial(
                 CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
             )
-            return cls._of(forward, sample, slicing, make)
+            return cls._of(forward, sample, slicing, make, way)
         fakes = Fakes(forward.model, sample)
         make = partial(
             FakeRecorder, fakes=fakes, decisive=forward.decisive_entries, may_miss=may_miss
         )
         with fakes.in_model():
-            return cls._of(forward, fakes.sample, slicing, make)
+            return cls._of(forward, fakes.sample, slicing, make, way)
 
     @classmethod
     def _of(
-        cls, forward: Forward, sample: Mapping[str, torch.Tensor], slicing: str, make: MakeRecorder
+        cls,
+        forward: Forward,
+        sample: Mapping[str, torch.Tensor],
+        slicing: str,
+        make: MakeRecorder,
+        way: str,
     ) -> Forwards:
         export = partial(_exported, make=make)
+        if slicing == "auto" and way == "trace":
+            traced = cls._traced(forward, sample, make)
+            if traced is not None:
+                return traced
+        if slicing == "auto" and way == "export":
+            with contextlib.suppress(_ExportError, ReadsValueError):
+                return cls._both(forward, sample, export, "export")
         if slicing == "export":
             return cls._both(forward, sample, export, "export")
         if slicing == "record" and are_added(forward.model):

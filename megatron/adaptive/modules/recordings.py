@@ -284,14 +284,16 @@ class Recordings:
     Args:
         model: Model with its settings for recording.
         part: Cuts and parameters that the sample batch has fixed.
+        way: Method by which the sample batch was recorded.
         most: Maximum number of signatures to keep. The least recently used one is dropped.
     """
 
-    def __init__(self, model: SampledModel, part: KeptPart, most: int) -> None:
+    def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
         # Keep only what a recording needs, so that the sample batch can be freed.
         settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
         self._forward = Forward(**settings)
         self._slicing = model.slicing
+        self._way = way
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
@@ -327,7 +329,7 @@ class Recordings:
         begin_s = time.perf_counter()
         device = self._part.device
         moved = {name: tensor.to(device) for name, tensor in microbatch.items()}
-        forwards = Forwards.of(self._forward, moved, self._slicing, may_miss=True)
+        forwards = Forwards.of(self._forward, moved, self._slicing, may_miss=True, way=self._way)
         align(forwards, self._part.cuts, self._part.homes)
         cut = CutForwards.of(forwards, self._part.partition)
         self._part.check(cut, signature)
