@@ -49,10 +49,10 @@ class Family:
         return model
 
 
-def random_ids(length: int, seed: int, words: int = 56) -> torch.Tensor:
+def random_ids(length: int, seed: int, most: int = 56) -> torch.Tensor:
     """Returns ordinary tokens of four samples."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, words, (4, length), generator=generator)
+    return torch.randint(3, most, (4, length), generator=generator)
 
 
 def random_values(*shape: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def images_in_text(
     Args:
         num_tokens: Number of tokens that stand for an image.
         shape: Shape of an image's pixels.
-        types: Name of the batch entry that tells which tokens stand for an image.
+        types: Name of the batch entry with the type of each token, text or image.
         grid: Numbers of frames, rows and columns of patches, if the model needs them. Such a model
             reads them to compute the positions of a sentence, so all sentences have one length.
     """
@@ -241,16 +241,16 @@ def whisper(encoder: int, decoder: int) -> Config:
     return config
 
 
-def clip(images: int, words: int) -> Config:
+def clip(images: int, layers: int) -> Config:
     """Returns the configuration of CLIP."""
-    text_config = {**SIZES, "num_hidden_layers": words}
+    text_config = {**SIZES, "num_hidden_layers": layers}
     return {"text_config": text_config, "vision_config": vision(images), "projection_dim": 16}
 
 
-def llava(images: int, words: int) -> Config:
+def llava(images: int, layers: int) -> Config:
     """Returns the configuration of LLaVA."""
     return {
-        "text_config": decoder(words, model_type="llama"),
+        "text_config": decoder(layers, model_type="llama"),
         "vision_config": vision(images, model_type="clip_vision_model"),
         "image_token_id": IMAGE,
         "image_token_index": IMAGE,
@@ -262,9 +262,9 @@ def llava(images: int, words: int) -> Config:
 def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int], Config]:
     """Returns the function for the configuration of a Qwen model with images."""
 
-    def config(images: int, words: int) -> Config:
+    def config(images: int, layers: int) -> Config:
         positions = rope(mrope_section=sections)
-        text_config = decoder(words, model_type=kind, head_dim=8, rope_parameters=positions)
+        text_config = decoder(layers, model_type=kind, head_dim=8, rope_parameters=positions)
         vision_config = {
             "depth": images,
             "hidden_size": WIDTH,
@@ -283,11 +283,11 @@ def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int]
     return config
 
 
-def gemma3(images: int, words: int) -> Config:
+def gemma3(images: int, layers: int) -> Config:
     """Returns the configuration of Gemma 3 with images."""
     tower = {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 16}
     return {
-        "text_config": decoder(words, head_dim=8, sliding_window=6, query_pre_attn_scalar=8),
+        "text_config": decoder(layers, head_dim=8, sliding_window=6, query_pre_attn_scalar=8),
         "vision_config": vision(images, **tower),
         "mm_tokens_per_image": 4,
         "image_token_id": IMAGE,
@@ -297,11 +297,11 @@ def gemma3(images: int, words: int) -> Config:
     }
 
 
-def internvl(images: int, words: int) -> Config:
+def internvl(images: int, layers: int) -> Config:
     """Returns the configuration of InternVL."""
     tower = {"image_size": [8, 8], "patch_size": [4, 4], "hidden_dropout_prob": 0.0}
     return {
-        "text_config": decoder(words, model_type="qwen2"),
+        "text_config": decoder(layers, model_type="qwen2"),
         "vision_config": vision(images, **tower),
         "image_token_id": IMAGE,
         "image_seq_length": 1,
@@ -309,10 +309,10 @@ def internvl(images: int, words: int) -> Config:
     }
 
 
-def idefics3(images: int, words: int) -> Config:
+def idefics3(images: int, layers: int) -> Config:
     """Returns the configuration of Idefics 3 and SmolVLM."""
     return {
-        "text_config": decoder(words, model_type="llama"),
+        "text_config": decoder(layers, model_type="llama"),
         "vision_config": vision(images),
         "image_token_id": IMAGE,
         "scale_factor": 2,

@@ -96,9 +96,9 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
     tape = case.forwards.training
     assert describe(tape.cuts) == text
     losses, gradients = case.expected()
-    found_losses, found = case.run("1f1b", min(3, tape.num_segments))
-    assert found_losses == pytest.approx(losses, rel=1e-6)
-    assert_same(found, gradients, 1e-6)
+    stage_losses, stage_gradients = case.run("1f1b", min(3, tape.num_segments))
+    assert stage_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(stage_gradients, gradients, 1e-6)
 
 
 class Odd(nn.Module):
@@ -120,9 +120,9 @@ def test_blocks_that_are_not_called_once_are_not_cut() -> None:
         assert tape.cuts == ["blocks.0.cut_point", "blocks.3.cut_point"]
         assert {call.segment for call in tape.calls} == {0, 1, 2}
     losses, gradients = case.expected()
-    found_losses, found = case.run("1f1b", 3)
-    assert found_losses == pytest.approx(losses, rel=1e-6)
-    assert_same(found, gradients, 1e-6)
+    stage_losses, stage_gradients = case.run("1f1b", 3)
+    assert stage_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(stage_gradients, gradients, 1e-6)
 
 
 def same_member() -> nn.Module:
@@ -137,7 +137,7 @@ def cut_by_hand() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "parts"),
     [
         (nn.Linear(8, 8), ["Linear has no list of repeated blocks", "CutPoint.after(module)"]),
         (Model(blocks=nn.ModuleList([nn.Linear(8, 8), nn.Tanh()])), ["no list of repeated"]),
@@ -146,14 +146,14 @@ def cut_by_hand() -> nn.Module:
     ],
 )
 def test_models_without_blocks_or_with_cut_points_are_refused(
-    model: nn.Module, words: list[str]
+    model: nn.Module, parts: list[str]
 ) -> None:
     before = list(cut_points_of(model))
     with pytest.raises(ConfigError) as refusal:
         CutPoint.between_blocks(model)
     assert "\n" not in str(refusal.value)
-    for word in words:
-        assert word in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
     assert list(cut_points_of(model)) == before
 
 

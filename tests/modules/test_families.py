@@ -67,16 +67,18 @@ def case_of(family: Family) -> Case:
     )
 
 
-def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def require_same(
+    stage_gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     """Checks gradients against those of the whole model.
 
     Some gradients are zero but for rounding, such as those of biases of keys before a softmax. They
     must be as small, compared with the largest gradient.
     """
     largest = max(float(gradient.norm()) for gradient in expected.values())
-    for name in {*found, *expected}:
+    for name in {*stage_gradients, *expected}:
         norm = float(expected[name].norm()) if name in expected else 0.0
-        gradient = found.get(name, torch.zeros(()))
+        gradient = stage_gradients.get(name, torch.zeros(()))
         error = float((gradient - expected.get(name, torch.zeros(()))).norm())
         assert error <= max(1e-4 * norm, 1e-7 * largest), f"{name}: {error:.2e} of {norm:.2e}"
 
@@ -91,7 +93,7 @@ def row_of(family: Family, case: Case) -> str:
     return f"| {family.name} | `{family.model_class}` | {places} | {way} |"
 
 
-@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[one.name for one in FAMILIES])
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
 def test_a_family_trains_as_the_whole_model_does(number: int) -> None:
     family = FAMILIES[number]
     case = case_of(family)
@@ -100,11 +102,11 @@ def test_a_family_trains_as_the_whole_model_does(number: int) -> None:
     chosen = list(PLACINGS.values())
     for placing in chosen if ALL else [chosen[number % len(chosen)]]:
         for size in SIZES:
-            found_losses, found = case.run(
+            stage_losses, stage_gradients = case.run(
                 placing.schedule, size, placing.chunks, split_backward=placing.split
             )
-            assert found_losses == pytest.approx(losses, rel=1e-5)
-            require_same(found, gradients)
+            assert stage_losses == pytest.approx(losses, rel=1e-5)
+            require_same(stage_gradients, gradients)
 
 
 ON_META = ["qwen3_moe", "t5", "gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm"]
@@ -120,9 +122,9 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
     CutPoint.between_blocks(on_meta)
     forward = dataclasses.replace(case.forward, model=on_meta)
     case.forwards = Forwards.of(forward, case.microbatch(0), family.slicing)
-    found_losses, found = case.run("interleaved", 2, 2)
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    require_same(found, gradients)
+    stage_losses, stage_gradients = case.run("interleaved", 2, 2)
+    assert stage_losses == pytest.approx(losses, rel=1e-5)
+    require_same(stage_gradients, gradients)
 
 
 @pytest.mark.multiprocess
