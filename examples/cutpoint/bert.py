@@ -16,7 +16,6 @@ from transformers.models.bert import BertConfig, BertForMaskedLM
 
 from megatron.adaptive import CutPoint
 
-SHARED = [["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"]]
 MASK = 1
 
 
@@ -46,4 +45,4 @@ def make_batch(samples: int) -> Batch:
 
 
 if __name__ == "__main__":
-    train(parse(__doc__), build(), make_batch, shared_weights=SHARED)
+    train(parse(__doc__), build(), make_batch)

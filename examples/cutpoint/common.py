@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,21 +53,18 @@ def train(
     options: argparse.Namespace,
     model: torch.nn.Module,
     make_batch: Callable[[int], Batch],
-    *,
-    shared_weights: Sequence[Sequence[str]] = (),
     **more: Any,
 ) -> list[float]:
     """Trains a model with cut points; returns the losses. Ends the program after an error.
 
     Args:
         options: Options of the command line, from :func:`parse`.
-        model: Model with cut points, the same on all processes.
-        make_batch: Function that returns a batch with the number of samples that it is options.
-        shared_weights: Groups of names of shared parameters, as in ``Pipeline``.
+        model: Model, the same on all processes.
+        make_batch: Function that takes a number of samples and returns a batch of them.
         more: Further arguments of ``Pipeline``.
     """
     try:
-        return _train(options, model, make_batch, shared_weights=shared_weights, **more)
+        return _train(options, model, make_batch, **more)
     except AdaptiveError as error:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

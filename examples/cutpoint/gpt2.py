@@ -16,7 +16,6 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from megatron.adaptive import CutPoint
 
-SHARED = [["transformer.wte.weight", "lm_head.weight"]]
 ARGUMENTS = {"use_cache": False}
 
 
@@ -40,4 +39,4 @@ def make_batch(samples: int) -> Batch:
 
 
 if __name__ == "__main__":
-    train(parse(__doc__), build(), make_batch, shared_weights=SHARED, arguments=ARGUMENTS)
+    train(parse(__doc__), build(), make_batch, arguments=ARGUMENTS)

@@ -135,3 +135,67 @@ class Training:
             before(step)
             self.losses[step], _ = self.pipeline.step(batch_of(step))
             self.scheduler.step()
+
+
+IMAGE = WORDS - 1
+
+
+class Viewer(nn.Module):
+    """An encoder of images of different sizes and a decoder of text of any length.
+
+    ``ids [n, s] int64`` with ``IMAGE`` where an image belongs. ``patches [p, 6]`` are those of all
+    images, and ``sizes [images] int64`` how many each has; both are absent without images.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.eye = nn.Linear(6, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layer_cuts = nn.ModuleList(CutPoint() for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout, batch_first=True) for _ in range(4)
+        )
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        patches: torch.Tensor | None = None,
+        sizes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the loss."""
+        x = self.words(ids)
+        if patches is not None:
+            assert sizes is not None
+            seen = self.eye(patches)
+            for layer, cut in zip(self.layers, self.layer_cuts, strict=True):
+                seen = cut(seen + torch.tanh(layer(seen)))
+            images = torch.stack([image.mean(dim=0) for image in seen.split(sizes.tolist())])
+            where = (ids == IMAGE).unsqueeze(-1).expand_as(x)
+            x = x.masked_scatter(where, images)
+        length = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
+        for block, cut in zip(self.blocks, self.cuts, strict=True):
+            x = cut(block(x, src_mask=mask))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def viewer(**options: float) -> Viewer:
+    """Returns the model, always with the same weights."""
+    torch.manual_seed(6)
+    return Viewer(**options)
+
+
+def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Returns a microbatch for :func:`viewer` with this number of images in one text."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, IMAGE, (1, length + images), generator=generator)
+    if not images:
+        return {"ids": ids}
+    ids[0, torch.randperm(length + images, generator=generator)[:images]] = IMAGE
+    sizes = torch.randint(1, 5, (images,), generator=generator)
+    patches = torch.randn(int(sizes.sum()), 6, generator=generator)
+    return {"ids": ids, "patches": patches, "sizes": sizes}

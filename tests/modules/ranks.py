@@ -54,7 +54,7 @@ class Case:
         model: with cut points.
         batch: of all microbatches.
         micro_batch_size: samples of a microbatch.
-        options: ``loss``, ``arguments`` and ``slicing`` as of ``Pipeline``.
+        options: ``loss``, ``arguments``, ``decisive_entries`` and ``slicing`` of ``Pipeline``.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class Case:
         self.shape = BatchShape(batch, micro_batch_size)
         self.count = self.shape.num_microbatches(batch)
         self.forward = Forward(
-            model=model, loss=options.get("loss"), arguments=options.get("arguments")
+            model=model,
+            loss=options.get("loss"),
+            arguments=options.get("arguments"),
+            decisive_entries=options.get("decisive_entries", ()),
         )
         self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
 
@@ -91,10 +94,18 @@ class Case:
         return losses, gradients_of(dict(model.named_parameters()))
 
     def run(
-        self, schedule: str, size: int, chunks: int | None = None, *, forward_only: bool = False
+        self,
+        schedule: str,
+        size: int,
+        chunks: int | None = None,
+        *,
+        split_backward: bool | None = None,
+        forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and summed gradients of the pipeline."""
-        request = PipelineSettings(self.model, self.batch, schedule=schedule, chunks=chunks)
+        request = PipelineSettings(
+            self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
+        )
         placement = choose_orders(request, size, 0).placement
         tape = self.forwards.evaluation if forward_only else self.forwards.training
         plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))
@@ -122,12 +133,12 @@ class Case:
         programs = [StageProgram(tape, plans[s], held, CPU) for s in mine]
         split = orders.weight_pieces > 0 and not forward_only
         stages = ProgramStages(
-            programs=programs,
+            programs=[programs] * self.count,
             microbatches=[self.microbatch(number) for number in range(self.count)],
             random=RandomKey(7, 0, CPU),
             held=held,
             device=CPU,
-            meter=ActivationMeter(),
+            meters=[ActivationMeter()] * self.count,
             stores=[WeightGradientStore() for _ in programs] if split else None,
             forward_only=forward_only,
         )

@@ -98,8 +98,8 @@ def test_evaluation_gives_the_losses_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("mlp", "record"), ("vit", "record"), ("gpt2", "record"), ("bert", "export")]
+    ("name", "way"), [("mlp", "record"), ("vit", "record"), ("gpt2", "record"), ("bert", "trace")]
 )
-def test_models_that_look_at_their_mask_are_exported(name: str, way: str) -> None:
+def test_models_that_look_at_their_mask_are_traced(name: str, way: str) -> None:
     case, _ = case_of(name)
     assert case.forwards.way == way

@@ -9,19 +9,13 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import BatchShape
-from megatron.adaptive.modules.cutting import (
-    balanced,
-    check_groups,
-    check_shared,
-    given_partition,
-    keep_only,
-)
+from megatron.adaptive.modules.cutting import balanced, check_groups, given_partition, keep_only
 from megatron.adaptive.modules.program import MessageLayout
-from megatron.adaptive.modules.recording import Value
 from megatron.adaptive.modules.segments import check_replay
+from megatron.adaptive.modules.tape import Value
 from megatron.adaptive.modules.update import LossScale
 
-from .models import SHARED, knotty, make_batch
+from .models import knotty, make_batch
 from .ranks import Case
 
 CPU = torch.device("cpu")
@@ -68,17 +62,6 @@ def test_samples_that_are_none(sample: Any, size: int, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         BatchShape(sample, size)
     assert words in str(refusal.value)
-
-
-def test_undeclared_shared_weights_are_named_with_all_their_names() -> None:
-    tape = Case(knotty(), make_batch(4), 2).forwards.training
-    check_shared(tape, SHARED)
-    for missing, names in zip(
-        SHARED, ("words.weight (also head.weight)", "mixer.weight", "mixer.bias"), strict=True
-    ):
-        with pytest.raises(ConfigError) as refusal:
-            check_shared(tape, [group for group in SHARED if group != missing])
-        assert f"parameter {names} is used before and after" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

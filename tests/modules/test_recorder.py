@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint
@@ -169,6 +170,14 @@ def by_value(model: Model, x: torch.Tensor) -> torch.Tensor:
     return model.last(model.cuts[1](x) if x.sum() > -1000 else x)
 
 
+def by_number(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x) * x.sum().item()
+
+
+def by_derivative(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x) * torch.func.grad(lambda row: row.square().sum())(x)
+
+
 def by_chance(model: Model, x: torch.Tensor) -> torch.Tensor:
     x = model.cuts[0](model.first(x))
     return model.last(model.cuts[1](x) if torch.rand(()) < 2 else x)
@@ -214,6 +223,8 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
     [
         (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
         (skipped, ["cuts.1", "not passed", "control flow"]),
+        (by_number, ["test_recorder.py", "by_number", "item", "exported module reads values"]),
+        (by_derivative, ["test_recorder.py", "torch.func", "only vmap"]),
         (by_value, ["test_recorder.py", "by_value", "values of a tensor", "__bool__"]),
         (by_chance, ["test_recorder.py", "by_chance", "values of a tensor"]),
         (by_mode, ["cuts.0", "not passed"]),
@@ -224,6 +235,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
 def test_what_cannot_be_cut_is_named(body: Body, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         slice_tape(case_of(body).forwards.training, (1, 1, 1))
@@ -237,14 +249,57 @@ def test_values_may_be_taken_as_the_samples() -> None:
     check(case_of(by_value, "record"))
 
 
-def test_a_model_that_looks_at_values_for_nothing_is_exported() -> None:
-    def looking(model: Model, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_exporting() and bool(x.isnan().any()):
-            raise AssertionError
+def looking(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_exporting() and bool(x.isnan().any()):
+        raise AssertionError
+    return plain(model, x)
+
+
+def looking_at_random(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return looking(model, F.dropout(x, 0.5, model.training))
+
+
+def test_values_that_are_not_read_in_an_export_do_not_matter() -> None:
+    case = case_of(looking)
+    assert case.forwards.way == "trace"
+    assert not torch.compiler.is_exporting()
+    check(case)
+
+
+def test_random_numbers_of_models_with_own_cut_points_stay_those_of_an_export() -> None:
+    assert case_of(looking_at_random).forwards.way == "export"
+    model = Model(looking_at_random)
+    for cut_point in model.cuts:
+        cut_point.is_optional = True
+    assert Case(model, {"x": torch.randn(2, 4)}, 2).forwards.way == "trace"
+
+
+def mapping(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """Maps functions that capture a tensor of the batch, and one that has a gradient."""
+    is_large = x.abs() > 0.5
+    rows, columns = torch.arange(len(x)), torch.arange(4)
+    with TransformGetItemToIndex():
+        pairs = torch.vmap(lambda row, column: is_large[row, column], (None, 0))
+        mask = torch.vmap(pairs, (0, None))(rows, columns)
+    x = plain(model, x * mask)
+    y = model.middle(x)
+    return torch.vmap(lambda row, scale: scale * torch.dot(row, y[0]))(y, rows) + x.sum()
+
+
+def test_mapped_functions_follow_the_microbatch() -> None:
+    case = case_of(mapping)
+    assert case.forwards.way == "record"
+    assert [call.function.__name__ for call in case.forwards.training.calls].count("vmap") == 2
+    check(case)
+
+
+def test_values_that_torch_only_checks_may_be_read() -> None:
+    def checking(model: Model, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x.isfinite())
         return plain(model, x)
 
-    case = case_of(looking)
-    assert case.forwards.way == "export"
+    case = case_of(checking)
+    assert case.forwards.way == "record"
     check(case)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
+from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch, viewed, viewer
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
@@ -36,6 +36,11 @@ RANKS = 4
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR)
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    """Changes a parameter whose gradient is zero, but not one that has none."""
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
 
 def make(**options: Any) -> Pipeline:
@@ -96,6 +101,29 @@ def require_refused(action: Callable[[], object], *words: str) -> None:
     assert "\n" not in said
     for word in words:
         assert word in said, said
+
+
+def a_model_on_meta_gets_memory_for_its_part_only() -> None:
+    batches, whole = [make_batch(12, seed) for seed in range(2)], knotty()
+    weights = knotty().state_dict()
+    filled: list[str] = []
+
+    def initialize(tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(weights[name])
+        filled.extend(tensors)
+
+    losses, norms = reference(whole, batches)
+    with torch.device("meta"):
+        model = Knotty()
+    with make(model=model, initialize=initialize) as pipeline:
+        pipeline.set_optimizer(sgd)
+        for batch, loss, norm in zip(batches, losses, norms, strict=True):
+            assert pipeline.step(batch)[0] == pytest.approx(loss, rel=1e-5)
+            assert pipeline.grad_norm == pytest.approx(norm, rel=1e-5)
+        require_same(pipeline.named_parameters(), whole)
+        held = [*pipeline.model.named_parameters(), *pipeline.model.named_buffers()]
+        assert sorted(filled) == sorted(name for name, one in held if not one.is_meta)
 
 
 def clipped_steps_on_four_ranks() -> None:
@@ -206,6 +234,57 @@ def bf16_trains() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+def reference_of(
+    model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
+) -> list[float]:
+    """Trains the whole model on listed microbatches, weighted by items; returns the losses."""
+    optimizer = decaying(model.parameters())
+    losses = []
+    for step, numbers in zip(steps, items, strict=True):
+        optimizer.zero_grad()
+        total = sum(numbers)
+        parts = [number / total * model(**part) for part, number in zip(step, numbers, strict=True)]
+        for loss in parts:
+            loss.backward()
+        optimizer.step()
+        losses.append(sum(float(loss.detach()) for loss in parts))
+    return losses
+
+
+def microbatches_have_shapes_of_their_own() -> None:
+    """Images of different numbers and sizes, or none, under schedules in a loop and a V."""
+    images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
+    steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
+    steps[1][2] = viewed(0, 300)  # its messages are larger than the buffers of the channels
+    items = [[float(part["ids"].shape[1] - 1) for part in step] for step in steps]
+    whole = viewer()
+    losses = reference_of(whole, steps, items)
+    whole.eval()
+    with torch.no_grad():
+        evaluated = sum(float(whole(**part)) for part in steps[0][:5]) / 5
+    for options in (
+        {},
+        {"schedule": "interleaved", "chunks": 2, "pipeline_size": 2},
+        {"schedule": "zb-v"},
+    ):
+        model = viewer()
+        with Pipeline(
+            model,
+            [viewed(2, 5, 1), viewed(0, 4, 2)],
+            shared_weights=[["words.weight", "head.weight"]],
+            decisive_entries=["sizes"],
+            **options,  # type: ignore[arg-type]
+        ) as pipeline:
+            pipeline.set_optimizer(decaying)
+            for step, numbers, loss in zip(steps, items, losses, strict=True):
+                mine = pipeline.share(step)
+                given = pipeline.share(numbers)
+                assert pipeline.step(mine, num_items=given)[0] == pytest.approx(loss, rel=1e-5)
+            require_same(pipeline.named_parameters(), whole)
+            loss = pipeline.eval(pipeline.share(steps[0][:5]))
+            assert loss == pytest.approx(evaluated, rel=1e-5)
+
+
 def steps_are_traced() -> None:
     folder = Path(sys.argv[1]) / "traces"
     with make(trace_dir=str(folder)) as pipeline:
@@ -223,16 +302,74 @@ def steps_are_traced() -> None:
     assert len(found) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
 
 
+class Plain(torch.nn.Module):
+    """Blocks without cut points, one of which the forward pass never calls; ``x [n, 8]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(5)
+        )
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        x = self.first(x)
+        for block in self.blocks[:4]:
+            x = x + block(x)
+        return self.last(x).square().mean()
+
+
+class Single(torch.nn.Module):
+    """No repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()
+
+
+def blocks_and_shared_weights_are_found() -> None:
+    batches = [{"x": torch.randn(8, WIDTH)} for _ in range(2)]
+    for batch in batches:
+        dist.broadcast(batch["x"], 0)
+    whole = Plain()
+    optimizer = sgd(whole.parameters())
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = whole(**batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    with Pipeline(Plain(), batches[0], micro_batch_size=2) as pipeline:
+        assert pipeline.cut_points == tuple(f"blocks.{n}.cut_point" for n in range(4))
+        assert pipeline.shared_weights == (("first.weight", "last.weight"),)
+        pipeline.set_optimizer(sgd)
+        assert train(pipeline, batches) == pytest.approx(expected, rel=1e-5)
+        require_same(pipeline.named_parameters(), whole)
+    shared = tuple(tuple(names) for names in SHARED)
+    losses = []
+    for groups in ((), SHARED):
+        with make(shared_weights=groups) as pipeline:
+            assert pipeline.shared_weights == shared
+            losses.append(train(pipeline, [make_batch(4)]))
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(reference(knotty(), [make_batch(4)])[0], rel=1e-5)
+
+
 def wrong_settings_are_named_on_every_rank() -> None:
     """And the next pipeline works."""
     for options, words in (
         (
             {"schedule": "interleaved", "chunks": 3},
             ["8 cut points make 9 segments", "12 stages", "at least 11"],
-        ),
-        (
-            {"shared_weights": SHARED[1:]},
-            ["words.weight", "head.weight", "cuts.0", "shared_weights"],
         ),
         ({"pipeline_size": 3}, ["pipeline_size 3", "4 processes"]),
         ({"partition": "1-1-1"}, ["1-1-1", "9 segments", "4 stages"]),
@@ -243,13 +380,15 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ({"schedule": "1f1b", "split_backward": True}, ["split_backward=True", "1f1b"]),
     ):
         require_refused(lambda options=options: make(**options), *words)  # type: ignore[misc]
+    refused = ["4 stages", "no list of repeated blocks", "CutPoint.after(module)"]
+    require_refused(lambda: make(model=Single(), shared_weights=()), *refused)
     with make() as pipeline:
         other: Any = make_batch(2)["ids"]
         for batch, words in (
             (make_batch(3), ["3 samples", "microbatches of 2"]),
             ({"ids": other}, ["the batch lacks 'label'"]),
             (other, ["a Tensor", "dictionary"]),
-            (make_batch(2, length=7), ["batch['ids']", "[7]", "[5]"]),
+            ({**make_batch(2), "ids": other.int()}, ["batch['ids']", "torch.int32", "torch.int64"]),
         ):
             require_refused(lambda batch=batch: pipeline.step(batch), *words)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())
@@ -330,7 +469,6 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
         ({"schedule": "best"}, ["'best'", "1f1b"]),
     ):
         require_refused(lambda options=options: make_open(**options), *words)  # type: ignore[misc]
-    require_refused(lambda: Pipeline(knotty(), make_batch(16)), "words.weight", "shared_weights")
     require_refused(lambda: Pipeline(knotty(), {}), "no entries")
 
 

@@ -39,7 +39,17 @@ _SCALES = "_scale_inv"
 _SCALED = 128
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DTYPES[FP8] = torch.float8_e4m3fn
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+ALL_DTYPES = {
+    **DTYPES,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of any module's parameters and buffers, by their codes in the files."""
+_CODES = {dtype: code for code, dtype in ALL_DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
 _BLOCK_BYTES = 1 << 23
 _RESTORE = "copy it again"
@@ -68,6 +78,7 @@ class TensorFolder:
     Args:
         folder: Folder of the model.
         only: Name of a single file to read, ``None`` for all files of the model.
+        dtypes: Element types that the folder may have, by their codes in the files.
 
     Attributes:
         tensors: Location of each tensor, by name.
@@ -77,13 +88,16 @@ class TensorFolder:
         DamagedCheckpointError: If a file is missing, truncated, or has an invalid header.
     """
 
-    def __init__(self, folder: Path, only: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, only: str | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
+    ) -> None:
         self.folder = folder
+        self._dtypes = dtypes
         self.tensors: dict[str, StoredTensor] = {}
         self._open: dict[Path, int] = {}
         files: dict[Path, list[str]] = {} if only is None else {folder / only: []}
         for path, names in (files or self._files()).items():
-            entries = _read_header(path)
+            entries = _read_header(path, dtypes)
             if missing := sorted(set(names) - entries.keys()):
                 raise DamagedCheckpointError(
                     f"{path} has no {missing[0]}, which {INDEX} says is there: {_RESTORE}"
@@ -138,6 +152,38 @@ class TensorFolder:
             if name in self._scales:
                 block = block.float() * self._factors(name, row + first, count, width)
             target[first : first + count].copy_(block[:, column : column + columns])
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Returns the element type of a tensor."""
+        return self._dtypes[self.tensors[name].dtype]
+
+    def read_whole(self, name: str, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Reads a tensor with any number of axes.
+
+        Args:
+            name: Name of the tensor, whose elements must not have 8 bits.
+            target: Tensor that receives the values if its type, shape and layout are those of the
+                file and it is in host memory; else its values are not changed.
+
+        Returns:
+            ``target``, or a new tensor in host memory if ``target`` cannot receive the values.
+
+        Raises:
+            DamagedCheckpointError: If the file is truncated.
+        """
+        stored = self.tensors[name]
+        dtype = self.dtype_of(name)
+        if (
+            target is None
+            or not target.is_cpu
+            or target.dtype != dtype
+            or tuple(target.shape) != stored.shape
+            or not target.is_contiguous()
+        ):
+            target = torch.empty(stored.shape, dtype=dtype)
+        if target.numel():
+            self._fill(stored, 0, target.detach())
+        return target
 
     def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
         """Returns the scale factors ``[count, width]`` for rows of a tensor with 8-bit elements."""
@@ -194,12 +240,12 @@ class TensorFolder:
         return names_by_file
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in read_header(path).items():
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {name} is of type {entry.dtype}, and {', '.join(DTYPES)} are read:"
+                f"{path}: {name} is of type {entry.dtype}, and {', '.join(dtypes)} are read:"
                 " convert it before"
             )
         tensors[name] = StoredTensor(
@@ -229,10 +275,30 @@ def write_folder(
     Raises:
         OSError: If a file cannot be written.
     """
-    bytes_of = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    shards = split_shards(tensors, shard_bytes)
+    table: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = single if len(shards) == 1 else shard_name(number, len(shards))
+        table.update(dict.fromkeys(names, file))
+        write_shard(folder / file, {name: tensors[name] for name in names}, read)
+    if len(shards) > 1:
+        write_index(folder, table, tensors)
+    sync(folder)
+
+
+def split_shards(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], shard_bytes: int
+) -> list[list[str]]:
+    """Divides tensors among files, and returns the names of the tensors in each file.
+
+    Args:
+        tensors: Element type and shape of each tensor by name, in the model's order.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in bytes_of.items():
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
         # Put a file with a tensor larger than the limit before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
@@ -242,27 +308,57 @@ def write_folder(
             filled = 0
         shards[-1].append(name)
         filled += size
-    shards = [shard for shard in shards if shard]
-    count = len(shards)
-    table: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = single if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        table.update(dict.fromkeys(names, file))
-        _write_file(folder / file, {name: tensors[name] for name in names}, read)
-    if count > 1:
-        parameters = sum(math.prod(shape) for _, shape in tensors.values())
-        metadata = {"total_parameters": parameters, "total_size": sum(bytes_of.values())}
-        index = {"metadata": metadata, "weight_map": table}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_files(folder, {INDEX: text.encode()})
-    sync(folder)
+    return [shard for shard in shards if shard]
 
 
-def _write_file(
+def shard_name(number: int, count: int) -> str:
+    """Returns the name of one of several files of a model.
+
+    Args:
+        number: Index of the file, from 0.
+        count: Number of files.
+    """
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(
+    folder: Path, files: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+) -> None:
+    """Writes the index of a model in several files.
+
+    Args:
+        folder: Folder to write to.
+        files: Name of the file that contains each tensor.
+        tensors: Element type and shape of each tensor, by name.
+
+    Raises:
+        OSError: If the index cannot be written.
+    """
+    sizes = [(math.prod(shape), dtype.itemsize) for dtype, shape in tensors.values()]
+    metadata = {
+        "total_parameters": sum(count for count, _ in sizes),
+        "total_size": sum(count * itemsize for count, itemsize in sizes),
+    }
+    index = {"metadata": metadata, "weight_map": dict(files)}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    write_files(folder, {INDEX: text.encode()})
+
+
+def write_shard(
     path: Path,
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
+    """Writes one file of a model, one tensor at a time, and flushes it to disk.
+
+    Args:
+        path: Path of the file.
+        tensors: Element type and shape of each tensor of the file, by name.
+        read: Function that returns the tensor with a given name, contiguous in host memory.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     # Use the order of the safetensors package: larger element types first, then by name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

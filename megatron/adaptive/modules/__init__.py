@@ -19,13 +19,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.adaptive.modules.cut_points import CutPoint
     from megatron.adaptive.modules.pipeline import Pipeline
     from megatron.adaptive.modules.profiler import Profiler
-    from megatron.adaptive.modules.recording import CutPoint
 
 __all__ = ["CutPoint", "Pipeline", "Profiler"]
 
-_HOMES = {"CutPoint": "recording", "Pipeline": "pipeline", "Profiler": "profiler"}
+_HOMES = {"CutPoint": "cut_points", "Pipeline": "pipeline", "Profiler": "profiler"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 
+from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
+from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
-    StagePlan,
     balanced,
-    check_shared,
     check_stages,
     check_weights,
     given_partition,
     keep_only,
-    slice_tape,
 )
+from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+from megatron.adaptive.modules.recompute import recomputed_ranges
+from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.recordings import (
+    CutForwards,
+    Example,
+    KeptPart,
+    Recordings,
+    homes_of,
+    record_examples,
+)
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _REPEATS = 3
+
+Initialize = Callable[[Mapping[str, torch.Tensor]], None]
+"""Fills parameters and buffers in place, given by their names in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -35,7 +47,10 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+        max_recordings: Maximum number of recordings of the model to keep, one for each combination
+            of shapes (and values of ``decisive_entries``) of a microbatch.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
+            used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
@@ -63,8 +78,11 @@ class PipelineSettings(SampledModel):
             least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
             ``end`` also ends the job.
+        initialize: Function that fills the parameters and buffers of this process in place if the
+            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
     """
 
+    max_recordings: int = 64
     micro_batch_size: int | None = None
     pipeline_size: int | Literal["auto"] | None = None
     batch_size: int | None = None
@@ -81,12 +99,29 @@ class PipelineSettings(SampledModel):
     timeout_s: float = 600.0
     hang_after_s: float | None = None
     on_hang: str = "report"
+    initialize: Initialize | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initialize is None and is_on_meta(self.model):
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            name = next(name for name, tensor in named if tensor.is_meta)
+            raise ConfigError(
+                f"{name} of the model is on the meta device and has no values: give initialize, a "
+                "function that fills the tensors of this process, or build the model with its "
+                "weights"
+            )
 
     @property
     def samples(self) -> int:
-        """Returns the number of samples per step, over all replicas."""
+        """Returns the number of samples per step, over all replicas.
+
+        If the sample batch is a list, these are microbatches.
+        """
         if self.batch_size is not None:
             return self.batch_size
+        if is_list(self.sample_batch):
+            return len(self.sample_batch)
         return samples_in(self.sample_batch, "sample_batch")
 
 
@@ -96,33 +131,33 @@ class Assembly:
 
     Attributes:
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         partition: Number of segments in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
-        programs: For each stage of this rank, the calls to run in training.
-        eval_programs: For each stage of this rank, the calls to run in evaluation.
+        recordings: Programs of this rank's stages for each signature of a microbatch.
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
     """
 
     cut_points: tuple[str, ...]
+    shared_weights: tuple[tuple[str, ...], ...]
     partition: tuple[int, ...]
     weights: tuple[float, ...]
-    programs: list[StageProgram]
-    eval_programs: list[StageProgram]
+    recordings: Recordings
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
 
 
 def assemble(
-    request: PipelineSettings, shape: BatchShape, mesh: Mesh, placement: Placement
+    request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, placement: Placement
 ) -> Assembly:
     """Cuts the model into stages and keeps those of this rank. Collective.
 
     Args:
         request: Settings of the pipeline, with all sizes filled in.
-        shape: Description of the entries, shapes and types that every batch must have.
+        microbatches: Microbatches of the sample batch.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
 
@@ -130,82 +165,112 @@ def assemble(
         ConfigError: If the model cannot be divided into these stages.
     """
     weights = request.weights
-    sample = stretched(request.sample_batch, shape.micro_batch_size)
-    first = shape.microbatch(sample, 0, request.device)
-    forwards = Forwards.of(request, first, request.slicing)
-    tape = forwards.training
-    check_stages(tape.num_segments, placement.num_stages)
-    check_shared(tape, request.shared_weights)
+    moved = [
+        {name: tensor.to(request.device) for name, tensor in microbatch.items()}
+        for microbatch in microbatches
+    ]
+    examples = record_examples(request, moved)
+    tape = examples[0].forwards.training
+    num_segments = tape.num_segments
+    check_stages(num_segments, placement.num_stages)
+    recomputed_ranges(tape, request.recompute)
+    if are_added(request.model) and mesh.dp_rank == mesh.pp_rank == 0:
+        print(f"cut points: {describe(tape.cuts)}", flush=True)
 
     def measured() -> tuple[float, ...]:
-        if shape.samples >= 2 * shape.micro_batch_size:
-            check_replay(request, forwards, shape.microbatch(sample, 1, request.device))
+        if not is_on_meta(request.model):
+            _check_replays(request, examples, moved)
         if request.partition or weights:
             return tuple(weights or ())
-        samples = measure_segments(
-            request, tape, first, request.device, split=False, repeats=_REPEATS
-        )
-        return tuple(segment.seconds for segment in samples)
+        return _segment_seconds(request, examples)
 
     # Measured times differ by rank, but all ranks must cut the model in the same places. So all
     # ranks use the times of the first rank.
     weights = mesh.on_first(measured)
     if request.partition is not None:
-        partition = given_partition(request.partition, tape.num_segments, placement.num_stages)
+        partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
-        check_weights(weights, tape.num_segments)
+        check_weights(weights, num_segments)
         partition = balanced(weights, placement.num_stages)
-    return _keep_part(request.model, forwards, partition, weights, mesh, placement)
+    return _keep_part(request, examples, partition, weights, mesh, placement)
+
+
+def _check_replays(
+    request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
+) -> None:
+    """Checks each recording with another microbatch of the same signature, if there is any."""
+    forwards_of = {example.signature: example for example in examples}
+    checked: set[Signature] = set()
+    for microbatch in microbatches:
+        signature = Signature.of(microbatch, request.decisive_entries)
+        example = forwards_of[signature]
+        if microbatch is not example.microbatch and signature not in checked:
+            checked.add(signature)
+            check_replay(request, example.forwards, microbatch)
+
+
+def _segment_seconds(request: PipelineSettings, examples: Sequence[Example]) -> tuple[float, ...]:
+    """Returns the mean time of each segment over the microbatches of the sample, in seconds."""
+    totals = [0.0] * examples[0].forwards.training.num_segments
+    count = sum(example.count for example in examples)
+    for example in examples:
+        samples = measure_segments(
+            request,
+            example.forwards.training,
+            example.microbatch,
+            request.device,
+            split=False,
+            repeats=_REPEATS,
+        )
+        for segment, sample in enumerate(samples):
+            totals[segment] += sample.seconds * example.count / count
+    return tuple(totals)
 
 
 def _keep_part(
-    model: torch.nn.Module,
-    forwards: Forwards,
+    request: PipelineSettings,
+    examples: Sequence[Example],
     partition: tuple[int, ...],
     weights: tuple[float, ...],
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
     """Keeps the parameters of this rank's stages and returns the rank's part of the model."""
+    model = request.model
     device = mesh.accelerator.device
-    plans = slice_tape(forwards.training, partition)
-    eval_plans = slice_tape(forwards.evaluation, partition)
-    stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]
-    uses: dict[str, set[int]] = {}
-    for stage, stage_plans in enumerate(zip(plans, eval_plans, strict=True)):
-        for plan in stage_plans:
-            for name in plan.parameters:
-                uses.setdefault(name, set()).add(placement.locate(stage)[0])
-    kept = {
-        name
-        for stage in stages
-        for plan in (plans[stage], eval_plans[stage])
-        for name in plan.buffers
-    }
-    kept |= {name for name, ranks in uses.items() if mesh.pp_rank in ranks}
+    cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
+    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
+    uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
-    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
-    # keeps these.
-    if 0 in stages:
-        kept.update(name for name in order if name not in uses)
-    held = keep_only(model, kept, device)
-
-    def programs(tape: Tape, all_plans: Sequence[StagePlan]) -> list[StageProgram]:
-        return [StageProgram(tape, all_plans[stage], held, device) for stage in stages]
-
+    kept = _names_to_keep(cut_examples, uses, order, mesh.pp_rank, placement)
+    held = _hold(request, kept, device)
+    cuts = tuple(examples[0].forwards.training.cuts)
+    part = KeptPart(
+        cuts=cuts,
+        partition=partition,
+        homes=homes_of(example.forwards for example in examples),
+        parameter_ranks=uses,
+        held=held,
+        placement=placement,
+        pp_rank=mesh.pp_rank,
+        device=device,
+        recompute=request.recompute,
+    )
+    ways = {example.forwards.way for example in examples} - {"record"}
+    way = min(ways, default="record")
+    recordings = Recordings(request, part, way, request.max_recordings)
+    for example, cut in zip(examples, cut_examples, strict=True):
+        recordings.add(example.signature, cut)
     shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
+    aliases = examples[0].forwards.training.aliases
     return Assembly(
-        cut_points=tuple(forwards.training.cuts),
+        cut_points=cuts,
+        shared_weights=tuple((n, *aliases.get(n, ())) for n in shared),
         partition=partition,
         weights=weights,
-        programs=programs(forwards.training, plans),
-        eval_programs=programs(forwards.evaluation, eval_plans),
+        recordings=recordings,
         held=held,
-        largest_message=max(
-            MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
-            for tape, all_plans in ((forwards.training, plans), (forwards.evaluation, eval_plans))
-            for plan in all_plans
-        ),
+        largest_message=max(cut.largest_message for cut in cut_examples),
         update=Update(
             mesh=mesh,
             parameters={
@@ -215,3 +280,99 @@ def _keep_part(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
+
+
+def _hold(
+    request: PipelineSettings, names: set[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Keeps parameters and buffers of the model; those on the ``meta`` device get their values.
+
+    Args:
+        request: Settings of the pipeline.
+        names: Names of the parameters and buffers to keep.
+        device: Device on which they are kept.
+    """
+    named = (*request.model.named_parameters(), *request.model.named_buffers())
+    on_meta = {name for name, tensor in named if tensor.is_meta}
+    held = keep_only(request.model, names, device)
+    if request.initialize is not None:
+        _fill({name: held[name] for name in held if name in on_meta}, request.initialize)
+    return held
+
+
+def _ranks_of_parameters(
+    cut_examples: Sequence[CutForwards], placement: Placement
+) -> dict[str, set[int]]:
+    """Returns the positions of the ranks that use each parameter, by the parameter's name."""
+    uses: dict[str, set[int]] = {}
+    for cut in cut_examples:
+        for stage in range(placement.num_stages):
+            for plan in cut.plans(stage):
+                for name in plan.parameters:
+                    uses.setdefault(name, set()).add(placement.locate(stage)[0])
+    return uses
+
+
+def _names_to_keep(
+    cut_examples: Sequence[CutForwards],
+    uses: Mapping[str, set[int]],
+    order: Sequence[str],
+    pp_rank: int,
+    placement: Placement,
+) -> set[str]:
+    """Returns the names of the parameters and buffers that a rank keeps.
+
+    Args:
+        cut_examples: Recordings of the sample batch, cut into stages.
+        uses: Positions of the ranks that use each parameter.
+        order: Names of all parameters of the model.
+        pp_rank: Position of the rank in its pipeline.
+        placement: Assignment of stages to ranks.
+    """
+    stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
+    kept = {name for name, ranks in uses.items() if pp_rank in ranks}
+    for cut in cut_examples:
+        for stage in stages:
+            for plan in cut.plans(stage):
+                kept.update(plan.buffers)
+    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
+    # keeps these.
+    if 0 in stages:
+        kept.update(name for name in order if name not in uses)
+    return kept
+
+
+def _report_unused(
+    request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
+) -> None:
+    """Prints a line on the first rank if no stage uses an entry of the sample batch."""
+    used = set(request.decisive_entries)
+    for cut in cut_examples:
+        for plan in (*cut.training, *cut.evaluation):
+            used.update(plan.inputs)
+    unused = sorted({name for example in examples for name in example.microbatch} - used)
+    if unused:
+        print(f"no stage uses the batch entry {printable(', '.join(unused))}", flush=True)
+
+
+def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
+    """Fills tensors with the user's function, and checks that it has filled all of them.
+
+    Raises:
+        ConfigError: If a tensor of floating-point numbers is not filled.
+    """
+    floats = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel()
+    }
+    with torch.no_grad():
+        for tensor in floats.values():
+            tensor.view(-1)[0] = torch.nan
+        initialize(tensors)
+    for name, tensor in floats.items():
+        if tensor.view(-1)[0].isnan():
+            raise ConfigError(
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
+                "into each tensor that it gets, in place"
+            )

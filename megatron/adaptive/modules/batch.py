@@ -1,20 +1,61 @@
-"""Checks batches and cuts them into microbatches.
+"""Checks batches and divides them into microbatches, and describes the content of a microbatch.
 
-A batch is a dictionary of tensors. The first axis of each tensor counts the samples.
+A batch is a dictionary of tensors whose first axis counts the samples, or a list of microbatches.
+A microbatch in a list is a dictionary of tensors of any shapes, as a collator returns it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.adaptive.errors import ConfigError
 
+Microbatch = Mapping[str, torch.Tensor]
+"""Tensors of a microbatch, by the name of their batch entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Describes the content of a microbatch; microbatches of equal signatures share a recording.
+
+    Attributes:
+        entries: Name, shape and element type of each entry, ordered by name.
+        values: Name of each entry whose values decide what the model does, and its values.
+    """
+
+    entries: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, decisive_entries: Iterable[str] = ()) -> Signature:
+        """Returns the signature of a microbatch.
+
+        Args:
+            microbatch: Tensors of the microbatch, by name.
+            decisive_entries: Names of the entries whose values belong to the signature.
+        """
+        return cls(
+            tuple(
+                (name, microbatch[name].shape, microbatch[name].dtype)
+                for name in sorted(microbatch)
+            ),
+            tuple(
+                (name, tuple(microbatch[name].flatten().tolist()))
+                for name in decisive_entries
+                if name in microbatch
+            ),
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {list(shape)}" for name, shape, _ in self.entries)
+
 
 class BatchShape:
-    """Describes the entries, shapes and types that every batch must have, from a sample batch.
+    """Describes the entries and types that every batch must have, from a sample batch.
 
     Args:
         sample: Sample batch, with enough samples for a microbatch.
@@ -37,14 +78,14 @@ class BatchShape:
                 f"sample_batch holds {self.samples} samples, fewer than micro_batch_size "
                 f"{micro_batch_size}: give a sample of at least one microbatch"
             )
-        self._entries = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in sample.items()}
+        self._entries = {name: tensor.dtype for name, tensor in sample.items()}
 
     def num_microbatches(self, batch: Any) -> int:
         """Checks a batch and returns the number of its microbatches.
 
         Raises:
             ConfigError: If ``batch`` is not a dictionary of tensors, does not divide into
-                microbatches, or differs from the sample batch in entries, shapes or types.
+                microbatches, or differs from the sample batch in entries or types.
         """
         count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
@@ -59,15 +100,28 @@ class BatchShape:
                 f"{lacking} {unmatched[0]!r}: a batch must have the entries "
                 f"{', '.join(map(repr, self._entries))} of the sample_batch"
             )
-        for name, (shape, dtype) in self._entries.items():
-            tensor = batch[name]
-            if tensor.shape[1:] != shape or tensor.dtype != dtype:
-                raise ConfigError(
-                    f"batch[{name!r}] has samples of {list(tensor.shape[1:])} {tensor.dtype}, the "
-                    f"sample_batch has {list(shape)} {dtype}: pad or cast the batch, or make the "
-                    "Pipeline with such a sample"
-                )
+        for name, dtype in self._entries.items():
+            _require_type(f"batch[{name!r}]", batch[name].dtype, dtype)
         return count // self.micro_batch_size
+
+    def microbatches(self, batch: Any) -> list[Microbatch]:
+        """Checks a batch and returns its microbatches, as views.
+
+        Raises:
+            ConfigError: If the batch is not valid, see :meth:`num_microbatches`.
+        """
+        size = self.micro_batch_size
+        return [
+            {name: tensor.narrow(0, number * size, size) for name, tensor in batch.items()}
+            for number in range(self.num_microbatches(batch))
+        ]
+
+    def examples(self, sample: Microbatch) -> list[Microbatch]:
+        """Returns the first microbatch of the sample batch, and the second if there is one."""
+        size = self.micro_batch_size
+        return self.microbatches(
+            {name: tensor[: min(2, self.samples // size) * size] for name, tensor in sample.items()}
+        )
 
     def microbatch(
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
@@ -86,6 +140,99 @@ class BatchShape:
             name: batch[name].narrow(0, start, self.micro_batch_size).to(device, non_blocking=True)
             for name in (batch if names is None else names)
         }
+
+
+class MicrobatchList:
+    """Checks lists of microbatches, each of which has shapes of its own.
+
+    Args:
+        examples: Microbatches of the sample batch, whose element types later ones must have.
+    """
+
+    def __init__(self, examples: Iterable[Microbatch]) -> None:
+        self._types = {name: tensor.dtype for part in examples for name, tensor in part.items()}
+
+    def microbatches(self, batch: Any) -> list[Microbatch]:
+        """Checks a list of microbatches and returns it.
+
+        Raises:
+            ConfigError: If ``batch`` is not a list of dictionaries of tensors, or an entry has
+                another element type than in the sample batch.
+        """
+        listed = microbatch_list(batch, "batch")
+        for number, part in enumerate(listed):
+            for name, tensor in part.items():
+                if name in self._types:
+                    _require_type(f"batch[{number}][{name!r}]", tensor.dtype, self._types[name])
+        return listed
+
+
+def _require_type(entry: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    if dtype != expected:
+        raise ConfigError(
+            f"{entry} has elements of {dtype}, the sample_batch has {expected}: cast the batch, or "
+            "make the Pipeline with such a sample"
+        )
+
+
+def is_list(batch: Any) -> bool:
+    """Returns whether a batch is a list of microbatches."""
+    return isinstance(batch, (list, tuple))
+
+
+def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
+    """Checks a list of microbatches and returns it.
+
+    Args:
+        batch: List from the user, not yet checked.
+        argument: Name of the list in error messages.
+
+    Raises:
+        ConfigError: If ``batch`` is not a list of dictionaries of tensors, or is empty.
+    """
+    if not is_list(batch) or not batch:
+        given_text = "is empty" if is_list(batch) else f"is a {type(batch).__name__}"
+        raise ConfigError(
+            f"{argument} {given_text}: give a list of microbatches, each a dictionary of tensors"
+        )
+    for number, part in enumerate(batch):
+        if not isinstance(part, Mapping) or not part:
+            raise ConfigError(
+                f"{argument}[{number}] is {'empty' if part == {} else f'a {type(part).__name__}'}:"
+                " each microbatch must be a dictionary of tensors, by the names of forward's"
+                " arguments"
+            )
+        for name, entry in part.items():
+            if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
+                raise ConfigError(
+                    f"{argument}[{number}][{name!r}] is a {type(entry).__name__}: each entry must"
+                    " be a tensor; leave out an entry that a microbatch does not have"
+                )
+    return list(batch)
+
+
+def check_num_items(num_items: Any, count: int) -> list[float] | None:
+    """Checks the numbers of items of a step's microbatches and returns them as floats.
+
+    Args:
+        num_items: Number of items in each microbatch from the user, ``None`` if not given.
+        count: Number of microbatches.
+
+    Raises:
+        ConfigError: If there is not one number for each microbatch, or a number is negative.
+    """
+    if num_items is None:
+        return None
+    try:
+        numbers = [float(number) for number in num_items]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
+        raise ConfigError(
+            f"num_items {num_items!r} was given for {count} microbatches: give one number from 0 on"
+            " for each"
+        )
+    return numbers
 
 
 def stretched(batch: Mapping[str, torch.Tensor], least: int) -> dict[str, torch.Tensor]:

@@ -25,10 +25,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.recording import Tape, Value
+from megatron.adaptive.modules.cut_points import NO_BLOCKS
+from megatron.adaptive.modules.tape import Ref, Tape, Value
 from megatron.adaptive.planner.job_shape import least_largest_of
 
 
@@ -38,6 +40,11 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     Raises:
         ConfigError: If there are fewer segments than stages. The message has both numbers.
     """
+    if num_stages > num_segments == 1:
+        raise ConfigError(
+            f"{num_stages} stages were asked for, and the model has {NO_BLOCKS}, or lower "
+            "pipeline_size or chunks"
+        )
     if num_stages > num_segments:
         raise ConfigError(
             f"{num_segments - 1} cut points make {num_segments} segments, and {num_stages} stages "
@@ -154,30 +161,6 @@ class StagePlan:
     result: int | None = None
 
 
-def check_shared(tape: Tape, groups: Sequence[Sequence[str]]) -> None:
-    """Checks that parameters used on both sides of a cut are declared as shared.
-
-    Args:
-        tape: Recorded forward pass.
-        groups: For each declared shared parameter, one or more of its names.
-
-    Raises:
-        ConfigError: If such a parameter is not declared. The message has the parameter, its other
-            names and the cut.
-    """
-    declared = {name for group in groups for name in group}
-    for name, segments in uses_of(tape).items():
-        if len(segments) < 2 or declared & {name, *tape.aliases.get(name, ())}:
-            continue
-        others = tape.aliases.get(name, ())
-        also = f" (also {', '.join(others)})" if others else ""
-        raise ConfigError(
-            f"parameter {name}{also} is used before and after cut point "
-            f"{tape.cuts[min(segments)]}: declare it with shared_weights=[{[name, *others]}], or "
-            "remove that cut point"
-        )
-
-
 def uses_of(tape: Tape) -> dict[str, set[int]]:
     """Returns the segments that use each parameter, by the parameter's first name."""
     segments_of: dict[str, set[int]] = {}
@@ -202,6 +185,33 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
         ConfigError: If a stage changes a tensor in place that another stage also uses.
     """
     return _Slicer(tape, partition).run()
+
+
+def signature_of(tape: Tape, plan: StagePlan) -> str:
+    """Returns a text that is equal for stages that make the same calls on tensors of equal shapes.
+
+    Args:
+        tape: Recorded forward pass.
+        plan: Calls of the stage, and the tensors that it receives and sends.
+    """
+    numbers: dict[int, int] = {}
+
+    def local(part: Any) -> Any:
+        number = part.value if isinstance(part, Ref) else None
+        return part if number is None else Ref(numbers.setdefault(number, len(numbers)))
+
+    lines: list[Any] = []
+    for number in plan.received:
+        numbers.setdefault(number, len(numbers))
+    for call in (tape.calls[number] for number in plan.calls):
+        lines.append((call.function, map_aggregate((call.args, call.kwargs), local)))
+        made = [made for made, _ in call.outputs] + [new for _, new in call.changes]
+        lines.append([numbers.setdefault(number, len(numbers)) for number in made])
+    lines.append([numbers.setdefault(number, len(numbers)) for number in plan.sent])
+    for number in numbers:
+        value = tape.values[number]
+        lines.append((value.source, value.shape, value.dtype, value.requires_grad))
+    return repr((lines, plan.result is None))
 
 
 def _needed(tape: Tape) -> list[int]:
@@ -405,8 +415,9 @@ def keep_only(
 ) -> dict[str, torch.Tensor]:
     """Moves the named parameters and buffers to a device, and frees the memory of the others.
 
-    Kept parameters remain the same Python objects. The other tensors are replaced by tensors of the
-    same shape on the ``meta`` device.
+    Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
+    replaced by parameters with memory, whose values are not set. The other tensors are replaced by
+    tensors of the same shape on the ``meta`` device.
 
     Args:
         model: The user's whole model.
@@ -420,15 +431,21 @@ def keep_only(
     by_id: dict[int, torch.Tensor] = {}
     held: dict[str, torch.Tensor] = {}
     for name, parameter in list(model.named_parameters()):
-        if name in keep:
+        if name in keep and not parameter.is_meta:
             parameter.data = parameter.data.to(device)
             held[name] = parameter
-        else:
-            by_id[id(parameter)] = torch.nn.Parameter(
-                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-            )
-    for name, buffer in list(model.named_buffers()):
+            continue
+        replacement = torch.nn.Parameter(
+            torch.empty_like(parameter, device=device if name in keep else "meta"),
+            requires_grad=parameter.requires_grad,
+        )
+        by_id[id(parameter)] = replacement
         if name in keep:
+            held[name] = replacement
+    for name, buffer in list(model.named_buffers()):
+        if name in keep and buffer.is_meta:
+            by_id[id(buffer)] = held[name] = torch.empty_like(buffer, device=device)
+        elif name in keep:
             by_id[id(buffer)] = held[name] = buffer.to(device)
         else:
             by_id[id(buffer)] = torch.empty_like(buffer, device="meta")

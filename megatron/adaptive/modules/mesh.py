@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -63,6 +64,14 @@ class Mesh(Job):
                 if list(pp_ranks) == self.pp_ranks and self.pp_rank in positions:
                     groups[positions] = group
         return groups
+
+    def sum_over_replicas(self, number: float) -> float:
+        """Returns the sum of the replicas' numbers. Collective over this rank's ``dp_group``."""
+        if self.dp_size == 1:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=self.accelerator.device)
+        dist.all_reduce(total, group=self.dp_group)
+        return float(total)
 
     def close(self) -> None:
         """Ends the process groups of the mesh and of the job. Collective over all ranks."""

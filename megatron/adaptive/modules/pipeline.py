@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,17 +21,33 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
     from megatron.adaptive.config.schedule import ScheduleConfig
-    from megatron.adaptive.engine.executor import ActivationMeter, RankTimes
+    from megatron.adaptive.engine.executor import RankTimes
     from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
     from megatron.adaptive.engine.hang_guard import HangGuard
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
     from megatron.adaptive.errors import AdaptiveError, ConfigError
-    from megatron.adaptive.modules.assembly import PipelineSettings, assemble
-    from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
+    from megatron.adaptive.modules.assembly import Initialize, PipelineSettings, assemble
+    from megatron.adaptive.modules.batch import (
+        BatchShape,
+        Microbatch,
+        MicrobatchList,
+        check_num_items,
+        is_list,
+        microbatch_list,
+        require_whole,
+        samples_in,
+        stretched,
+    )
     from megatron.adaptive.modules.cutting import check_groups
-    from megatron.adaptive.modules.program import ProgramStages, RandomKey
-    from megatron.adaptive.modules.recording import Loss, Slicing
+    from megatron.adaptive.modules.program import (
+        ProgramStages,
+        RandomKey,
+        RankPrograms,
+        StageProgram,
+    )
+    from megatron.adaptive.modules.recompute import Recompute
+    from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -39,6 +56,56 @@ with _accelerator.quiet_imports():
 
 _LEAST_SLOT_BYTES = 4096
 
+Batch = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+"""Dictionary of tensors whose first axis counts the samples, or a list of microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Contains the microbatches of a step.
+
+    Attributes:
+        microbatches: Tensors of each microbatch, by name.
+        programs: Programs of this rank's stages for each microbatch.
+        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
+        is_listed: Whether the user passed a list of microbatches.
+    """
+
+    microbatches: list[Microbatch]
+    programs: list[RankPrograms]
+    weights: list[float] | None
+    is_listed: bool
+
+    @property
+    def sizes(self) -> list[float] | None:
+        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
+        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
+        return None if len(set(sizes)) == 1 else sizes
+
+
+def _inputs(
+    microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Returns the entries of a microbatch that the programs use, on their device."""
+    names = {name for program in programs for name in program.plan.inputs}
+    return {name: microbatch[name].to(device, non_blocking=True) for name in names}
+
+
+def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
+    """Checks the sample batch; returns the settings and the sample's number of samples."""
+    sample = request.sample_batch
+    if not is_list(sample):
+        if request.micro_batch_size is not None:
+            BatchShape(sample, request.micro_batch_size)
+        return request, samples_in(sample, "sample_batch")
+    microbatch_list(sample, "sample_batch")
+    if request.micro_batch_size not in (None, 1) or request.pipeline_size == "auto":
+        raise ConfigError(
+            "sample_batch is a list of microbatches, so their sizes are given: leave out "
+            "micro_batch_size, and give pipeline_size as a number or None"
+        )
+    return dataclasses.replace(request, micro_batch_size=1), len(sample)
+
 
 class Pipeline:
     """Trains a model whose stages are divided among several processes.
@@ -46,25 +113,35 @@ class Pipeline:
     All processes of the job must make the pipeline together (the constructor is collective), and
     they also call :meth:`step`, :meth:`eval` and :meth:`close` together. All processes build the
     same model with the same weights. The constructor keeps only the parameters of this process's
-    stages and moves the others to the ``meta`` device.
+    stages and moves the others to the ``meta`` device. If the model is on the ``meta`` device
+    already, only these parameters get memory, and ``initialize`` sets their values.
 
     Args:
-        model: Model whose forward pass contains :class:`CutPoint` modules. The model gets the
-            batch's entries as keyword arguments; if there is a ``loss`` function, only those that
-            its ``forward`` takes.
+        model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
+            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
+            ``loss`` function, only those that its ``forward`` takes.
         sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
-            pass is recorded with its first microbatch and checked with a second one.
+            pass is recorded with its first microbatch and checked with a second one. Or a list of
+            microbatches, dictionaries of tensors of any shapes, which use all parameters.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
             a dynamic loss scale.
-        shared_weights: Groups of parameter names. All names of a group belong to the same
-            parameter, which is used on both sides of a cut.
+        decisive_entries: Names of batch entries whose values the model's Python code may read.
+            Microbatches with other values get a recording of their own.
+        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
+            Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
-        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+        recompute: Calls that the backward pass runs again, instead of keeping their results in
+            memory: ``all``, only attention (``selective``), or those of the segments with these
+            indices. ``None`` for none.
+        max_recordings: Maximum number of recordings of the model to keep, one for each combination
+            of shapes (and values of ``decisive_entries``) of a microbatch.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
+            used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
@@ -92,6 +169,8 @@ class Pipeline:
             least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
             ``end`` also ends the job.
+        initialize: Function that fills the parameters and buffers of this process in place if the
+            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
 
     Attributes:
         model: The user's model, as passed to the constructor.
@@ -104,6 +183,7 @@ class Pipeline:
         partition: Number of segments (parts between cut points) in each stage.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
+        shared_weights: All names of each parameter that several processes use.
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
@@ -119,13 +199,16 @@ class Pipeline:
     def __init__(
         self,
         model: torch.nn.Module,
-        sample_batch: Mapping[str, torch.Tensor],
+        sample_batch: Batch,
         *,
         loss: Loss | None = None,
         arguments: Mapping[str, Any] | None = None,
         mixed_precision: Literal["bf16", "fp16"] | None = None,
+        decisive_entries: Sequence[str] = (),
         shared_weights: Sequence[Sequence[str]] = (),
         slicing: Slicing = "auto",
+        recompute: Recompute = None,
+        max_recordings: int = 64,
         micro_batch_size: int | None = None,
         pipeline_size: int | Literal["auto"] | None = None,
         batch_size: int | None = None,
@@ -142,34 +225,81 @@ class Pipeline:
         timeout_s: float = 600.0,
         hang_after_s: float | None = None,
         on_hang: Literal["report", "end"] = "report",
+        initialize: Initialize | None = None,
     ) -> None:
-        self._begin(
-            PipelineSettings(
-                model,
-                sample_batch,
-                loss=loss,
-                arguments=arguments,
-                mixed_precision=mixed_precision,
-                shared_weights=shared_weights,
-                slicing=slicing,
-                micro_batch_size=micro_batch_size,
-                pipeline_size=pipeline_size,
-                batch_size=batch_size,
-                memory_limit_bytes=memory_limit_bytes,
-                schedule=schedule,
-                chunks=chunks,
-                activation_cap=activation_cap,
-                split_backward=split_backward,
-                partition=partition,
-                weights=weights,
-                seed=seed,
-                transport=transport,
-                trace_dir=trace_dir,
-                timeout_s=timeout_s,
-                hang_after_s=hang_after_s,
-                on_hang=on_hang,
-            )
+        arguments_by_name = locals()
+        names = [spec.name for spec in dataclasses.fields(PipelineSettings)]
+        self._begin(PipelineSettings(**{name: arguments_by_name[name] for name in names}))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        sample_batch: Mapping[str, torch.Tensor],
+        *,
+        adapter: Any = None,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+        **settings: Any,
+    ) -> Pipeline:
+        """Makes a pipeline of a model that ``transformers`` has saved. Collective.
+
+        Each process reads only the tensors of its stages. Nothing is downloaded.
+
+        Args:
+            folder: Folder with ``config.json`` and ``safetensors`` files.
+            sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+            adapter: ``LoraConfig`` of PEFT. Then only adapters are trained. ``None`` trains all
+                parameters.
+            dtype: Element type of the parameters, ``None`` for the type in ``config.json``.
+            trust_remote_code: Whether Python code in the folder may be run.
+            settings: Other arguments of :class:`Pipeline`, by name.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged, or does not fit ``config.json``.
+            ConfigError: If the model cannot be built, or an argument is invalid.
+        """
+        # Imported only when needed, because transformers and PEFT are optional.
+        from megatron.adaptive.modules.pretrained import open_pretrained
+
+        source = open_pretrained(
+            Path(folder), adapter=adapter, dtype=dtype, trust_remote_code=trust_remote_code
         )
+        pipeline = cls(source.model, sample_batch, **source.settings(settings))
+        pipeline._source_folder = Path(folder)
+        return pipeline
+
+    @naming_lost_peers()
+    def save_pretrained(self, folder: str | Path, *, shard_bytes: int = 5_000_000_000) -> Path:
+        """Writes the model as a folder that ``transformers`` reads. Collective.
+
+        Each process writes the tensors of its stages. If PEFT has put adapters into the model, only
+        these are written, for PEFT. The folder gets its name when it is complete.
+
+        Args:
+            folder: Folder to write, visible to all nodes. It must not exist or be empty.
+            shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+
+        Returns:
+            Path of the folder.
+
+        Raises:
+            CheckpointError: If the folder cannot be written.
+            ConfigError: If the model is not one of ``transformers``, or the folder is not empty.
+        """
+        # Imported only when needed, because transformers is optional.
+        from megatron.adaptive.modules.pretrained_saving import save_pretrained
+
+        path = Path(folder)
+        save_pretrained(
+            path,
+            self.model,
+            self._assembly.held,
+            self._mesh,
+            source=self._source_folder,
+            shard_bytes=shard_bytes,
+        )
+        return path
 
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""
@@ -177,11 +307,12 @@ class Pipeline:
             {name: getattr(request, name) for name in ("hang_after_s", "on_hang")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
-        samples = samples_in(request.sample_batch, "sample_batch")
-        if request.micro_batch_size is not None:
-            BatchShape(request.sample_batch, request.micro_batch_size)
+        require_whole(1, max_recordings=request.max_recordings)
+        request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
+        request = with_cut_points(request)
         self.model = request.model
+        self._source_folder: Path | None = None
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
@@ -199,29 +330,56 @@ class Pipeline:
         self.pipeline_size = self._mesh.pipeline_size
         self.replicas = self._mesh.dp_size
         self.replica = self._mesh.dp_rank
-        sample = stretched(request.sample_batch, self.micro_batch_size)
-        self._shape = BatchShape(sample, self.micro_batch_size)
+        microbatches = self._read_sample(request)
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
-            self._assembly = assemble(request, self._shape, self._mesh, self._orders.placement)
+            self._assembly = assemble(request, microbatches, self._mesh, self._orders.placement)
         except AdaptiveError:
             self._mesh.close()
             raise
         self._update = self._assembly.update
         self.cut_points = self._assembly.cut_points
+        self.shared_weights = self._assembly.shared_weights
         self.partition = self._assembly.partition
         self.weights = self._assembly.weights
         self._open_trace(request, samples)
         self._wiring = self._make_wiring(request)
         self._random = RandomKey(request.seed, self._mesh.dp_rank, self.device)
-        self._meter = ActivationMeter()
         self._stores: list[WeightGradientStore] | None = None
         if self._orders.weight_pieces:
-            self._stores = [WeightGradientStore() for _ in self._assembly.programs]
+            self._stores = [WeightGradientStore() for _ in range(self._orders.placement.num_chunks)]
         if request.mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._guard = self._make_guard(request)
         self._mesh.settle()
+
+    def _read_sample(self, request: PipelineSettings) -> list[Microbatch]:
+        """Notes what batches look like, and returns the microbatches with which to record."""
+        sample = request.sample_batch
+        self._shape: BatchShape | None = None
+        if is_list(sample):
+            examples = microbatch_list(sample, "sample_batch")
+        else:
+            sample = stretched(request.sample, self.micro_batch_size)
+            self._shape = BatchShape(sample, self.micro_batch_size)
+            examples = self._shape.examples(sample)
+        self._lists = MicrobatchList(examples)
+        return examples
+
+    def _divide(self, batch: Batch) -> list[Microbatch]:
+        """Checks a batch and returns its microbatches.
+
+        Raises:
+            ConfigError: If the batch is not of the form that :meth:`step` describes.
+        """
+        if is_list(batch):
+            return self._lists.microbatches(batch)
+        if self._shape is None:
+            raise ConfigError(
+                f"batch is a {type(batch).__name__}, and the sample_batch is a list of "
+                "microbatches: give a list of microbatches"
+            )
+        return self._shape.microbatches(batch)
 
     def _open_trace(self, request: PipelineSettings, samples: int) -> None:
         """Opens this process's trace; in an elastic job each layout change starts a new folder."""
@@ -272,12 +430,23 @@ class Pipeline:
         guard.snapshot = lambda: {**tracing.now(), **executor.evidence(), "may_pause": True}
         return guard
 
-    def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def share(self, batch: Any) -> Any:
         """Returns the part of a whole batch that this replica must pass to :meth:`step`.
 
+        Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
+        dealt to the replicas in turn.
+
         Raises:
-            ConfigError: If the samples cannot be divided equally among the replicas.
+            ConfigError: If the samples cannot be divided equally among the replicas, or a list has
+                fewer microbatches than there are replicas.
         """
+        if is_list(batch):
+            if len(batch) < self.replicas:
+                raise ConfigError(
+                    f"a batch of {len(batch)} microbatches was given to {self.replicas} replicas: "
+                    "give at least one to each"
+                )
+            return list(batch[self.replica :: self.replicas])
         count = samples_in(batch, "batch")
         if count % self.replicas:
             raise ConfigError(
@@ -325,39 +494,44 @@ class Pipeline:
         self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
 
     @naming_lost_peers()
-    def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
+    def step(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> tuple[float, bool]:
         """Trains on a batch: runs the passes, averages gradients over replicas, updates parameters.
 
         If no optimizer is set, the gradients stay in ``grad`` of the parameters until the next
         step.
 
         Args:
-            batch: Batch of this replica, the same on all processes of its pipeline. The number of
-                samples must be a multiple of the microbatch size. A process uses only the entries
-                that its stages need.
+            batch: Batch of this replica, the same on all processes of its pipeline: a dictionary
+                whose number of samples is a multiple of the microbatch size, or a list of
+                microbatches with shapes of their own. All replicas pass the same kind. A process
+                uses only the entries that its stages need.
+            num_items: Number of items in each microbatch of this replica over which its loss is a
+                mean, such as the tokens that have a label. The loss and the gradients are then
+                means over all items of all replicas. ``None`` takes the mean over microbatches.
 
         Returns:
-            The mean loss over microbatches and replicas, and whether the update was skipped because
-            the gradient was not finite. Both are the same on all processes.
+            The mean loss over microbatches (or items) and replicas, and whether the update was
+            skipped because the gradient was not finite. Both are the same on all processes.
 
         Raises:
-            ConfigError: If the batch does not divide into microbatches, or differs from the sample
-                batch in entries, shapes or types.
+            ConfigError: If the batch does not divide into microbatches, differs from the sample
+                batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
-        count = self._shape.num_microbatches(batch)
+        work = self._work(batch, num_items, self.steps + 1)
+        count = len(work.microbatches)
         if self._loop is not None:
-            self._loop.require(count * self.micro_batch_size)
+            self._loop.require(None if work.is_listed else count * self.micro_batch_size)
         elif self._order_of_job is not None:
             raise ConfigError(NO_LOOP)
         self.steps += 1
         self._tracing.begin_iteration(self.steps, count, is_traced=True)
         for parameter in self._update.parameters.values():
             parameter.grad = None
-        losses = self._run(batch, count, step=self.steps, scale=self._update.scale)
+        losses = self._run(work, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
-            self._update.reduce()
-            self.loss, self.grad_norm = self._update.totals(losses, count)
+            self._update.reduce(spares_unused=work.is_listed)
+            self.loss, self.grad_norm = self._update.totals(losses, count, weights=work.weights)
         with self._tracing.span("optimizer"):
             if self._loop is not None:
                 self._loop.before_update()
@@ -368,53 +542,81 @@ class Pipeline:
         return self.loss, overflow
 
     @naming_lost_peers()
-    def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
+    def eval(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> float:
         """Returns the mean loss of a batch in evaluation mode, the same value on all processes.
 
         Args:
             batch: Batch of this replica, in the form that :meth:`step` accepts.
+            num_items: Number of items in each microbatch, as for :meth:`step`.
 
         Raises:
-            ConfigError: If the batch does not divide into microbatches, or differs from the sample
-                batch in entries, shapes or types.
+            ConfigError: If the batch does not divide into microbatches, differs from the sample
+                batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
-        count = self._shape.num_microbatches(batch)
+        work = self._work(batch, num_items, -1)
         with self._tracing.host_span("evaluate"):
-            losses = self._run(batch, count, step=-1, scale=None)
+            losses = self._run(work, step=-1, scale=None)
             self._wiring.executor.finish_step()
-            loss, _ = self._update.totals(losses, count, with_norm=False)
+            loss, _ = self._update.totals(
+                losses, len(work.microbatches), weights=work.weights, with_norm=False
+            )
         return loss
 
-    def _run(
-        self, batch: Mapping[str, torch.Tensor], count: int, *, step: int, scale: float | None
-    ) -> list[torch.Tensor]:
-        """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
+    def _work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> _Work:
+        """Checks a batch and finds the programs and weights of its microbatches. Collective.
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            count: Number of microbatches in the batch.
+            num_items: Number of items in each microbatch, ``None`` for the mean over microbatches.
+            step: Number of the training step, -1 in an evaluation.
+        """
+        microbatches = self._divide(batch)
+        count = len(microbatches)
+        items = check_num_items(num_items, count)
+        weights: list[float] | None = None
+        if items is not None or (is_list(batch) and self.replicas > 1):
+            items = items or [1.0] * count
+            total = self._mesh.sum_over_replicas(sum(items))
+            if not total:
+                raise ConfigError(
+                    "num_items is 0 for all microbatches: there is no loss to average"
+                )
+            weights = [self.replicas * number / total for number in items]
+        return _Work(
+            microbatches=microbatches,
+            programs=[self._assembly.recordings.of(part, step) for part in microbatches],
+            weights=weights,
+            is_listed=is_list(batch),
+        )
+
+    def _run(self, work: _Work, *, step: int, scale: float | None) -> list[torch.Tensor]:
+        """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
+
+        Args:
+            work: Microbatches of this replica, and their programs.
             step: Number of the training step, which seeds the random numbers.
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
         """
         forward_only = scale is None
         executor = self._wiring.executor
-        programs = self._assembly.eval_programs if forward_only else self._assembly.programs
-        names = {name for program in programs for name in program.plan.inputs}
-        self._random.step = step
-        self._random.count = count
+        programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]
+        count = len(programs)
+        self._random.begin(step, count, dealt_over=self.replicas if work.is_listed else 0)
         stages = ProgramStages(
             programs=programs,
             microbatches=[
-                self._shape.microbatch(batch, number, self.device, names) for number in range(count)
+                _inputs(part, chunks, self.device)
+                for part, chunks in zip(work.microbatches, programs, strict=True)
             ],
             random=self._random,
             held=self._assembly.held,
             device=self.device,
-            meter=self._meter,
+            meters=[chunks.meter for chunks in work.programs],
             stores=self._stores,
             scale=1.0 if scale is None else scale,
+            loss_weights=work.weights,
             forward_only=forward_only,
         )
         before = self._random.generator.get_state()
@@ -423,7 +625,7 @@ class Pipeline:
                 executor.run(
                     stages,
                     self._orders.policy(count, forward_only=forward_only),
-                    self._orders.state(count, forward_only=forward_only),
+                    self._orders.state(count, forward_only=forward_only, sizes=work.sizes),
                 )
         finally:
             stages.finish()

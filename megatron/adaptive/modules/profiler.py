@@ -27,9 +27,9 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import Job
     from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError
     from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched
-    from megatron.adaptive.modules.cutting import check_groups, check_shared
+    from megatron.adaptive.modules.cutting import check_groups
     from megatron.adaptive.modules.mesh import join_job
-    from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
+    from megatron.adaptive.modules.recording import Forwards, SampledModel, with_cut_points
     from megatron.adaptive.modules.segments import (
         MakeOptimizer,
         SegmentSample,
@@ -38,6 +38,7 @@ with _accelerator.quiet_imports():
         tensors_of,
         tied_parameters,
     )
+    from megatron.adaptive.modules.tape import Tape
     from megatron.adaptive.planner import profile_file
     from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost
     from megatron.adaptive.profiling.action_timing import spread
@@ -61,8 +62,10 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: Model with cut points; measuring does not change it. Its other settings are the
-            attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`.
+        model: Model to measure, which stays unchanged, except that cut points are added if it has
+            none. Parameters and buffers on the ``meta`` device are measured with random values. The
+            model's other settings are the attributes of
+            :class:`~megatron.adaptive.modules.recording.SampledModel`.
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
             so on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
@@ -98,14 +101,6 @@ class Profiler(SampledModel):
         super().__post_init__()
         BatchShape(self.sample_batch, 1)
         check_groups(self.model, self.shared_weights)
-        gone = next(
-            (name for name, parameter in self.model.named_parameters() if parameter.is_meta), None
-        )
-        if gone is not None:
-            raise ConfigError(
-                f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
-                "stages: profile the model before, or build another"
-            )
         for size in self.micro_batch_sizes or ():
             require_whole(1, micro_batch_sizes=size)
         require_whole(1, repeats=self.repeats)
@@ -125,7 +120,7 @@ class Profiler(SampledModel):
         """
         job = join_job(self.timeout_s)
         try:
-            return self.measure(job)
+            return with_cut_points(self).measure(job)
         finally:
             job.close()
 
@@ -265,11 +260,10 @@ class Profiler(SampledModel):
             # Copy the entries, because a view would keep the memory of the whole batch.
             batch = {
                 name: tensor[:size].to(self.device, copy=True)
-                for name, tensor in stretched(self.sample_batch, size).items()
+                for name, tensor in stretched(self.sample, size).items()
             }
             try:
                 tape = Forwards.of(self, batch, self.slicing).training
-                check_shared(tape, self.shared_weights)
                 rows = measure_segments(
                     self, tape, batch, device, split=self.split_backward, repeats=self.repeats
                 )

@@ -1,9 +1,9 @@
 """Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
-The list of tensors that a stage sends to the next one is the same for every microbatch. A single
-tensor is sent directly. Several tensors are packed into one block of bytes, at offsets that are
-computed from shapes and types. Only the block is sent, and the receiver uses views of the block as
-tensors::
+The list of tensors that a stage sends to the next one is the same for all microbatches of equal
+signatures (see ``batch.Signature``). A single tensor is sent directly. Several tensors are packed
+into one block of bytes, at offsets that are computed from shapes and types. Only the block is sent,
+and the receiver uses views of the block as tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
@@ -21,7 +21,8 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ from megatron.adaptive.engine.weight_gradient import (
 )
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
-from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
+from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
+from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 
 class RandomKey:
@@ -59,7 +61,6 @@ class RandomKey:
     Attributes:
         seed: Seed of the training run. A new value takes effect with the next random number.
         step: Number of the training step.
-        count: Number of microbatches per replica in this step.
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
@@ -67,11 +68,25 @@ class RandomKey:
         self._dp_rank = dp_rank
         self.generator = default_generator(device)
         self.step = 0
-        self.count = 0
+        self._first = 0
+        self._stride = 1
+
+    def begin(self, step: int, count: int, *, dealt_over: int = 0) -> None:
+        """Sets the step, and how the replica's microbatches are numbered over all replicas.
+
+        Args:
+            step: Number of the training step.
+            count: Number of this replica's microbatches in the step.
+            dealt_over: Number of replicas to which microbatches are dealt in turn; 0 if each
+                replica has ``count`` consecutive microbatches.
+        """
+        self.step = step
+        self._first = self._dp_rank if dealt_over else self._dp_rank * count
+        self._stride = dealt_over or 1
 
     def apply(self, microbatch: int, call: int) -> None:
         """Seeds the random generator before a call draws random numbers for a microbatch."""
-        number = self._dp_rank * self.count + microbatch
+        number = self._first + microbatch * self._stride
         source = struct.pack("<qqqq", self.seed, self.step, number, call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
@@ -165,6 +180,20 @@ class _Step:
         return stack
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """Contains calls of a stage that run one after the other.
+
+    Attributes:
+        steps: Calls in the order in which they run.
+        recomputed: Tensors that the calls read and make if the backward pass runs them again, else
+            ``None``.
+    """
+
+    steps: Sequence[_Step]
+    recomputed: RecomputedCalls | None = None
+
+
 class StageProgram:
     """Runs the forward pass of a stage.
 
@@ -173,6 +202,7 @@ class StageProgram:
         plan: Calls of this stage, and the tensors that it receives and sends.
         held: Parameters and buffers of this rank by name, at least those that the stage uses.
         device: Device on which the stage runs.
+        recomputed: Ranges of calls on the tape that the backward pass runs again, ascending.
 
     Attributes:
         plan: Calls of this stage, and the tensors that it receives and sends.
@@ -185,7 +215,12 @@ class StageProgram:
     """
 
     def __init__(
-        self, tape: Tape, plan: StagePlan, held: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        tape: Tape,
+        plan: StagePlan,
+        held: Mapping[str, torch.Tensor],
+        device: torch.device,
+        recomputed: Sequence[range] = (),
     ) -> None:
         self.plan = plan
         self._tape = tape
@@ -202,7 +237,7 @@ class StageProgram:
         self.next_backward = MessageLayout.of(compress(sent, self.gradients_out))
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
-        self._steps = self._prepare()
+        self._parts = self._divide(self._prepare(), recomputed)
 
     def _prepare(self) -> list[_Step]:
         """Returns the calls of the stage, each with the tensors to free after the call."""
@@ -239,6 +274,51 @@ class StageProgram:
                 step.move(tape.device, self._device)
         return steps
 
+    def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
+        """Returns the calls of the stage in parts, each recomputed as a whole or not at all."""
+        if not recomputed:
+            return [_Part(steps=steps)]
+        range_of = {number: calls.start for calls in recomputed for number in calls}
+        parts = []
+        for start, group in groupby(steps, lambda step: range_of.get(step.number, -1)):
+            members = tuple(group)
+            part = _Part(steps=members)
+            if start >= 0 and self._has_gradient(members):
+                part = _Part(steps=members, recomputed=self._recomputed(members))
+            parts.append(part)
+        return parts
+
+    def _has_gradient(self, steps: Sequence[_Step]) -> bool:
+        """Returns whether any of these calls makes a tensor that requires a gradient."""
+        tape = self._tape
+        return any(
+            tape.values[made].requires_grad
+            for step in steps
+            for made, _ in tape.calls[step.number].outputs
+        )
+
+    def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
+        """Returns the tensors that calls read and make, in order to run them again."""
+        tape = self._tape
+        calls = [tape.calls[step.number] for step in steps]
+        made = {value for call in calls for value, _ in call.outputs}
+        made |= {new for call in calls for old, new in call.changes if new != old}
+        reads = dict.fromkeys(
+            number
+            for call in calls
+            for number in (*call.reads, *(old for old, _ in call.changes))
+            if number not in made
+        )
+        dropped = {number for step in steps for number in step.drops}
+        changed = changed_buffers(tape)
+        return RecomputedCalls(
+            fixed=tuple(number for number in reads if tape.values[number].source),
+            copied=tuple(number for number in reads if number in changed),
+            inputs=tuple(number for number in reads if not tape.values[number].source),
+            results=tuple(sorted(made - dropped)),
+            drops=tuple(number for number in reads if number in dropped),
+        )
+
     def forward(
         self,
         inputs: Mapping[str, torch.Tensor],
@@ -268,20 +348,57 @@ class StageProgram:
             env[number] = inputs[name] if source == "input" else self._held[name]
         for number in self.plan.copied:
             env[number] = env[number].clone()
-        calls = self._tape.calls
         ambient = self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
-            for step in self._steps:
-                if calls[step.number].is_random:
-                    random(step.number)
-                step.run(env, store, ambient)
-                for value_number in step.drops:
-                    del env[value_number]
+            for part in self._parts:
+                if part.recomputed is None or not torch.is_grad_enabled():
+                    self._run(part.steps, random, store, env)
+                else:
+                    part.recomputed.run(env, partial(self._run, part.steps, random, store))
         sent = [env[number] for number in self.plan.sent]
         return sent, None if self.plan.result is None else env[self.plan.result]
 
+    def _run(
+        self,
+        steps: Sequence[_Step],
+        random: Callable[[int], None],
+        store: WeightGradientStore | None,
+        env: dict[int, torch.Tensor],
+    ) -> None:
+        """Runs calls on the tensors in ``env``; the arguments are those of :meth:`forward`."""
+        calls = self._tape.calls
+        ambient = self._tape.autocast
+        for step in steps:
+            if calls[step.number].is_random:
+                random(step.number)
+            step.run(env, store, ambient)
+            for value_number in step.drops:
+                del env[value_number]
+
 
 _NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPrograms:
+    """Contains the programs of a rank's stages for microbatches of one signature.
+
+    Attributes:
+        training: Program of each chunk (stage) of this rank in training.
+        evaluation: Program of each chunk in evaluation.
+        meter: Meter of the size of the activations that each chunk keeps.
+        activation_bytes: Size in bytes of the tensors of the whole model through which gradients
+            flow.
+    """
+
+    training: Sequence[StageProgram]
+    evaluation: Sequence[StageProgram]
+    meter: ActivationMeter
+    activation_bytes: int
+
+    def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
+        """Returns the programs for evaluation if ``forward_only``, else those for training."""
+        return self.evaluation if forward_only else self.training
 
 
 @dataclass(slots=True)
@@ -297,42 +414,50 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the mean loss over the microbatches, multiplied by ``scale``.
+    Gradients are those of the sum of the microbatches' losses, each multiplied by its weight and by
+    ``scale``.
     :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
-        programs: Program of each chunk (stage) of this rank.
+        programs: For each microbatch, the program of each chunk (stage) of this rank.
         microbatches: For each microbatch, the batch entries that the programs use, by name.
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
-        meter: Meter of the size of the activations that each chunk keeps.
+        meters: For each microbatch, the meter of the activations that each chunk keeps.
         stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
+        loss_weights: Weight of each microbatch's loss, ``None`` for the mean.
         forward_only: Whether only forward passes run, as in evaluation.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
     """
 
-    programs: Sequence[StageProgram]
+    programs: Sequence[Sequence[StageProgram]]
     microbatches: Sequence[Mapping[str, torch.Tensor]]
     random: RandomKey
     held: Mapping[str, torch.Tensor]
     device: torch.device
-    meter: ActivationMeter
+    meters: Sequence[ActivationMeter]
     stores: Sequence[WeightGradientStore] | None = None
     scale: float = 1.0
+    loss_weights: Sequence[float] | None = None
     forward_only: bool = False
 
     def __post_init__(self) -> None:
         self.losses: list[torch.Tensor] = []
-        self._factor = self.scale / len(self.microbatches)
+        count = len(self.microbatches)
+        self._factors = (
+            [self.scale / count] * count
+            if self.loss_weights is None
+            else [self.scale * weight for weight in self.loss_weights]
+        )
         self._pending: dict[tuple[int, int], _Pending] = {}
         super().__init__(None if self.forward_only else self.stores)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        program = self.programs[chunk]
+        program = self.programs[microbatch][chunk]
         values = [] if received is None else program.forward_layout.unpack(received)
         if self.forward_only:
             with torch.no_grad():
@@ -342,9 +467,9 @@ class ProgramStages(SplitStages):
             values = [
                 value.detach().requires_grad_(requires_grad) for value, requires_grad in pairs
             ]
-            with self.meter.measure(chunk, self.held.values()):
+            with self.meters[microbatch].measure(chunk, self.held.values()):
                 sent, loss = self._run(chunk, microbatch, values)
-            scaled = None if loss is None else loss * self._factor
+            scaled = None if loss is None else loss * self._factors[microbatch]
             edges = [get_gradient_edge(value) for value in compress(sent, program.gradients_out)]
             self._pending[chunk, microbatch] = _Pending(values, edges, scaled)
         if loss is not None:
@@ -355,7 +480,7 @@ class ProgramStages(SplitStages):
     def _run(
         self, chunk: int, microbatch: int, values: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        return self.programs[chunk].forward(
+        return self.programs[microbatch][chunk].forward(
             self.microbatches[microbatch],
             values,
             random=lambda call: self.random.apply(microbatch, call),
@@ -366,12 +491,12 @@ class ProgramStages(SplitStages):
         """Does nothing, because a stage's output is not kept after it is sent."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self.meter.bytes_of(chunk)
+        return self.meters[microbatch].bytes_of(chunk)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        program = self.programs[chunk]
+        program = self.programs[microbatch][chunk]
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if pending.loss is not None:
@@ -382,8 +507,6 @@ class ProgramStages(SplitStages):
                 # If a received tensor is also sent on, it is a leaf of the autograd graph, and the
                 # gradients of both uses add up in it.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
-        if not program.plan.received:
-            return None
         gradients = [leaf.grad for leaf in compress(pending.leaves, program.gradients_in)]
         return program.backward_layout.pack(gradients, self.device)
 
@@ -441,14 +564,15 @@ class MessageLayout:
         """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
 
         Raises:
-            ConfigError: If a tensor's shape or type differs from that in the sample batch.
+            ConfigError: If a tensor's shape or type differs from that in the recording.
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
                     f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
-                    f"but with the sample it was {list(part.shape)} {part.dtype}: shapes between "
-                    "stages must be the same for every microbatch; move the cut point"
+                    f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
+                    "on values of the batch; name the entry in decisive_entries, or move the cut "
+                    "point"
                 )
         if len(self.parts) == 1:
             single = tensors[0]

@@ -10,28 +10,37 @@ memory::
 
 Each segment is timed by ``profiling.action_timing`` as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
-messages. This file also checks that the recorded forward pass gives the same loss as the model.
+messages. Tensors on the ``meta`` device get random values while their segment runs. Segments of
+such a model that make the same calls are measured once. This file also checks that the recorded
+forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
+from megatron.adaptive.modules.cutting import StagePlan, signature_of, slice_tape, uses_of
+from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
+from megatron.adaptive.modules.recompute import recomputed_ranges
+from megatron.adaptive.modules.recorder import undisturbed
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, mode_of
+from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
 # Maximum number of parameter elements with which an optimizer step is timed.
 _MOST_NUMBERS = 1 << 24
 _OPTIMIZER_STEPS = 4
+# Upper end of the random values of tensors without values. With small values nothing overflows.
+_LARGEST_RANDOM = 0.02
 # Maximum relative difference between two losses that count as equal. They may differ slightly,
 # because sums may be computed in another order. The second value is for 16-bit types.
 _TOLERANCE = 1e-4
@@ -78,7 +87,7 @@ class SegmentSample:
 
 
 def measure_segments(
-    forward: Forward,
+    forward: SampledModel,
     tape: Tape,
     batch: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -89,7 +98,8 @@ def measure_segments(
     """Measures all segments with one microbatch; the model's gradients stay unchanged.
 
     Args:
-        forward: Model with all its parameters, on any device.
+        forward: Model with all its parameters, on any device; those on ``meta`` get random values.
+            Segments that it recomputes are measured so.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
@@ -100,15 +110,24 @@ def measure_segments(
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
     """
     plans = slice_tape(tape, (1,) * tape.num_segments)
+    recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     size = len(next(iter(inputs.values())))
     message: torch.Tensor | None = None
-    samples = []
+    samples: list[SegmentSample] = []
+    measured: dict[Any, tuple[SegmentSample, torch.Tensor]] = {}
+    on_meta = is_on_meta(forward.model)
     with torch.enable_grad(), undisturbed(forward.model, device):
         for segment, plan in enumerate(plans):
+            is_recomputed = any(calls.start in plan.calls for calls in recomputed)
+            signature = (signature_of(tape, plan), is_recomputed) if on_meta else segment
+            if signature in measured:
+                sample, message = measured[signature]
+                samples.append(replace(sample, segment=segment))
+                continue
             held = _held(tape, plan, tensors, device)
-            program = StageProgram(tape, plan, held, device)
+            program = StageProgram(tape, plan, held, device, recomputed)
             before = _reset_peak_bytes(device)
             rows, output, kept = _time(
                 program, inputs, held, message, device, split=False, repeats=repeats
@@ -135,6 +154,7 @@ def measure_segments(
                 )
             )
             message = output
+            measured[signature] = samples[-1], output
     return samples
 
 
@@ -161,7 +181,7 @@ def _held(
     """Returns the parameters and buffers of a segment on the device, by name.
 
     Parameters share memory with the model if the model is on this device. Buffers are copied,
-    because running the segment may change them.
+    because running the segment may change them. Tensors on the ``meta`` device get random values.
     """
     names = {*plan.parameters, *plan.buffers}
     for number in (*plan.sent, tape.loss):
@@ -170,9 +190,16 @@ def _held(
     held: dict[str, torch.Tensor] = {}
     for name in names:
         tensor = tensors[name]
+        if tensor.is_meta:
+            values = torch.zeros_like(tensor, device=device)
+            if values.is_floating_point():
+                values.uniform_(0, _LARGEST_RANDOM)
+        else:
+            values = tensor.detach().to(device)
         if isinstance(tensor, torch.nn.Parameter):
-            moved = tensor.detach().to(device)
-            held[name] = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            held[name] = torch.nn.Parameter(values, requires_grad=tensor.requires_grad)
+        elif tensor.is_meta:
+            held[name] = values
         else:
             held[name] = tensor.detach().to(device, copy=True)
     return held
@@ -191,12 +218,12 @@ def _time(
     """Returns the times of a segment's F, B and W, its output message, and its ``kept_bytes``."""
     meter = ActivationMeter()
     stages = ProgramStages(
-        programs=[program],
+        programs=[[program]] * (WARM_UP + repeats),
         microbatches=[inputs] * (WARM_UP + repeats),
         random=RandomKey(0, 0, device),
         held=held,
         device=device,
-        meter=meter,
+        meters=[meter] * (WARM_UP + repeats),
         stores=[WeightGradientStore()] if split else None,
     )
     gradient = None

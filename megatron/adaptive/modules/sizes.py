@@ -27,7 +27,8 @@ from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineSettings
-from megatron.adaptive.modules.batch import require_whole
+from megatron.adaptive.modules.batch import is_list, require_whole
+from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import (
     balanced,
     check_weights,
@@ -36,7 +37,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
-from megatron.adaptive.modules.recording import CutPoint, SampledModel
+from megatron.adaptive.modules.recording import SampledModel
 from megatron.adaptive.planner.job_shape import Option, Running, choose_option
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
@@ -155,6 +156,12 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
 
     If the order was planned for another model, the current model is measured and the program ends.
     """
+    if is_list(request.sample_batch):
+        raise ConfigError(
+            "sample_batch is a list of microbatches, whose size the launcher of an elastic job"
+            " cannot choose: give a dictionary of tensors as sample_batch; Pipeline.step still"
+            " takes lists"
+        )
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
@@ -384,7 +391,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
 def _signature(request: PipelineSettings) -> str:
     """Returns a hash of the model and of the settings that affect its measurement."""
-    model, sample = request.model, request.sample_batch
+    model, sample = request.model, request.sample
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
         "parameters": [

@@ -176,11 +176,12 @@ class Loop:
                 raise JobEnded(0)
         self._finish(COMPLETE)
 
-    def require(self, samples: int) -> None:
+    def require(self, samples: int | None) -> None:
         """Checks that all replicas together train the whole batch of the current step.
 
         Args:
-            samples: Number of samples in this replica's batch.
+            samples: Number of samples in this replica's batch; ``None`` if the batch is a list of
+                microbatches, whose samples are not counted.
 
         Raises:
             ConfigError: If the batches of the replicas do not add up to the batch size, or no step
@@ -198,7 +199,7 @@ class Loop:
                 f"Pipeline.step was called twice in step {self._current} of Pipeline.loop: call it"
                 " once in each turn, or training would be lost or repeated after a checkpoint"
             )
-        if samples * replicas != batch_size:
+        if samples is not None and samples * replicas != batch_size:
             raise ConfigError(
                 f"step {self._current} of Pipeline.loop was given {samples} samples on each of"
                 f" {replicas} replicas, and its batch has {batch_size}: give Pipeline.step"

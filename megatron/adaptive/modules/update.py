@@ -147,8 +147,8 @@ class Update:
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            owned = list(self.parameters.values())
-            optimizer = optimizer(owned) if owned else None
+            trained = [p for p in self.parameters.values() if p.requires_grad]
+            optimizer = optimizer(trained) if trained else None
         if optimizer is not None:
             self._check(optimizer)
         self.optimizer = optimizer
@@ -168,20 +168,60 @@ class Update:
                 "after the Pipeline, with pipeline.parameters()"
             )
 
-    def reduce(self) -> None:
-        """Sums gradients of shared weights; averages all gradients over replicas. Collective."""
+    def reduce(self, *, spares_unused: bool = False) -> None:
+        """Sums gradients of shared weights; averages all gradients over replicas. Collective.
+
+        Args:
+            spares_unused: Whether a parameter to which no rank has a gradient keeps none, so that
+                the optimizer skips it. Otherwise its gradient is zero.
+        """
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        has_gradient = {id(parameter): parameter.grad is not None for parameter in trained}
         # All ranks must take part in the all-reduce, so a rank without a gradient adds zeros.
-        for parameter in self.parameters.values():
-            if parameter.grad is None and parameter.requires_grad:
+        for parameter in trained:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for positions, parameters in self._shared.items():
             _all_reduce(_gradients(parameters), self._groups[positions])
         if self._mesh.dp_size > 1:
             gradients = _gradients(self.parameters.values())
             _all_reduce(gradients, self._mesh.dp_group, divide_by=self._mesh.dp_size)
+        if spares_unused:
+            self._drop_unused(trained, has_gradient)
+
+    def _drop_unused(
+        self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]
+    ) -> None:
+        """Removes the gradients of parameters to which no rank had a gradient. Collective.
+
+        Args:
+            trained: Trained parameters of this rank's stages.
+            has_gradient: Whether this rank had a gradient, by ``id()`` of the parameter.
+        """
+        exchanges: list[tuple[Sequence[torch.nn.Parameter], Any]] = [
+            (parameters, self._groups[positions]) for positions, parameters in self._shared.items()
+        ]
+        if self._mesh.dp_size > 1:
+            exchanges.append((trained, self._mesh.dp_group))
+        for parameters, group in exchanges:
+            flags = [float(has_gradient.get(id(parameter), False)) for parameter in parameters]
+            sums = torch.tensor(flags, device=self._mesh.accelerator.device)
+            dist.all_reduce(sums, group=group)
+            has_gradient.update(
+                (id(parameter), total > 0)
+                for parameter, total in zip(parameters, sums.tolist(), strict=True)
+            )
+        for parameter in trained:
+            if not has_gradient[id(parameter)]:
+                parameter.grad = None
 
     def totals(
-        self, losses: Sequence[torch.Tensor], count: int, *, with_norm: bool = True
+        self,
+        losses: Sequence[torch.Tensor],
+        count: int,
+        *,
+        weights: Sequence[float] | None = None,
+        with_norm: bool = True,
     ) -> tuple[float, float]:
         """Returns the loss and the gradient norm of the whole model. Collective over all ranks.
 
@@ -189,14 +229,17 @@ class Update:
             losses: Losses of the microbatches on the rank with the last stage, empty on other
                 ranks.
             count: Number of microbatches per step.
+            weights: Weight of each microbatch's loss, ``None`` for the mean.
             with_norm: Whether to compute the norm. If false, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         if losses:
+            stacked = torch.stack([loss_of_microbatch.double() for loss_of_microbatch in losses])
             totals[0] = (
-                torch.stack([loss_of_microbatch.double() for loss_of_microbatch in losses]).sum()
-                / count
+                stacked.sum() / count
+                if weights is None
+                else stacked @ torch.tensor(weights, dtype=torch.float64, device=device)
             )
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)

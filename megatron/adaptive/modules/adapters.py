@@ -1,0 +1,106 @@
+"""Puts PEFT's low-rank adapters (LoRA, rsLoRA) into models on the ``meta`` device.
+
+PEFT makes the adapters' parameters on the device of the layer that they belong to. So on the
+``meta`` device they have no values, and each process sets those of its stages. The values depend
+only on a seed and on the layer's name, so they are the same for any number of processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.adaptive.errors import ConfigError
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"adapters need the package peft ({error}): install it") from None
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Returns whether PEFT has put adapters into a model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.Module:
+    """Returns a model with adapters and frozen weights.
+
+    Args:
+        model: Model of ``transformers``; PEFT changes its layers in place.
+        config: ``LoraConfig`` of PEFT.
+        folder: Folder of the model, which the adapters' configuration names.
+
+    Raises:
+        ConfigError: If PEFT is not installed, or the configuration is not supported.
+    """
+    peft = _peft()
+    if not isinstance(config, peft.LoraConfig):
+        raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
+    start = config.init_lora_weights
+    if start not in (True, "gaussian") or config.use_dora:
+        setting = "use_dora" if config.use_dora else f"init_lora_weights={start!r}"
+        raise ConfigError(
+            f"adapter has {setting}, for which each process needs other weights than its own: "
+            'leave it out, or give init_lora_weights=True or "gaussian"'
+        )
+    config = copy.deepcopy(config)
+    config.base_model_name_or_path = str(folder)
+    try:
+        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"adapter: {str(error).splitlines()[0]}") from error
+    return adapted
+
+
+def initialize_adapters(model: Any, seed: int) -> None:
+    """Sets the values of the adapters whose parameters have memory.
+
+    Args:
+        model: Model with adapters.
+        seed: Seed of the random numbers.
+    """
+    for path, module in model.named_modules():
+        reset = getattr(module, "reset_lora_parameters", None)
+        if reset is None:
+            continue
+        parameters = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if "lora_" in name and not parameter.is_meta
+        ]
+        if not parameters:
+            continue
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        devices = [parameters[0].device] if parameters[0].device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(int.from_bytes(digest, "little"))
+            for name, config in model.peft_config.items():
+                reset(name, config.init_lora_weights)
+
+
+def adapter_file(
+    model: Any, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Returns the configuration and the tensors that PEFT saves for a model's adapters.
+
+    Args:
+        model: Model with adapters.
+        tensors: Trained parameters of the whole model, by name.
+    """
+    peft = _peft()
+    name = model.active_adapter
+    config = copy.deepcopy(model.peft_config[name])
+    config.inference_mode = True
+    state: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False
+    )
+    return config, state

@@ -1,0 +1,81 @@
+"""Finds the repeated blocks of a model, behind which it may be cut into stages.
+
+::
+
+    model
+    ├── vision.layers       list of 24 blocks    ┐ a cut point behind each
+    ├── projector           plain layers         │ none: other lists have blocks
+    └── language.layers     list of 32 blocks    ┘ a cut point behind each
+            └── experts     list within a block    none: only outermost lists count
+
+The rules look at the structure of the model alone, not at names of classes. Whether the forward
+pass calls a block exactly once is not known here: the recorder sees that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Returns the members of each list of repeated blocks, by the name of the list in the model.
+
+    A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
+    and parameters. Lists within a block do not count, unless the blocks have unequal sizes and a
+    list has most of the parameters of one, as in models of several resolutions. Lists of layers
+    without submodules count only if there are no other lists.
+
+    Args:
+        model: Model to search. It stays unchanged.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    _search("", model, lists, set())
+    blocks = {name: members for name, members in lists.items() if _have_submodules(members)}
+    return blocks or lists
+
+
+def _search(
+    name: str, module: nn.Module, lists: dict[str, list[nn.Module]], seen: set[int]
+) -> None:
+    """Adds the outermost lists of repeated blocks in a module to ``lists``."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    members = _members(module)
+    if members:
+        lists[name] = members
+    for child_name, child in module.named_children():
+        if members and not _is_divided(child, members):
+            continue
+        _search(f"{name}.{child_name}" if name else child_name, child, lists, seen)
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    """Returns the members of a list of repeated blocks, an empty list for any other module."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return []
+    members = list(module)
+    classes = Counter(type(member) for member in members if _num_parameters(member))
+    is_repeated = max(classes.values(), default=0) > 1
+    is_called = all(type(member).forward is not nn.Module.forward for member in members)
+    is_unique = len({id(member) for member in members}) == len(members)
+    return members if is_repeated and is_called and is_unique else []
+
+
+def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
+    """Returns whether to search a block for lists: it is of unequal size and mostly a list."""
+    if len({_num_parameters(other) for other in members}) == 1:
+        return False
+    lists = [module for module in member.modules() if _have_submodules(_members(module))]
+    return any(2 * _num_parameters(module) > _num_parameters(member) for module in lists)
+
+
+def _have_submodules(members: Iterable[nn.Module]) -> bool:
+    return any(any(True for _ in member.children()) for member in members)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,388 @@
+"""Builds models from folders of ``transformers``, and reads only some of their tensors.
+
+::
+
+    config.json ──transformers──> model on the meta device
+    *.safetensors ──names as transformers converts them──> tensors of this process, one at a time
+
+A folder may have other names or layouts of tensors than the model: ``transformers`` renames them,
+and merges or splits some, such as the weights of experts. Its own rules and functions do that here
+too. A conversion is first done on the ``meta`` device, which gives the names and shapes of its
+results without reading a byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.adaptive.checkpoint.safetensors import ALL_DTYPES, TensorFolder
+from megatron.adaptive.config.hugging_face import CONFIG
+from megatron.adaptive.config.input_files import read_json
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.modules.adapters import add_adapters, initialize_adapters
+
+
+def transformers_module(name: str = "") -> Any:
+    """Returns ``transformers`` or one of its modules.
+
+    Raises:
+        ConfigError: If it is not installed, or its version lacks the module.
+    """
+    try:
+        return importlib.import_module(f"transformers{name and '.'}{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"folders of transformers need transformers 5.20 or newer ({error}): install it"
+        ) from None
+
+
+def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Returns the configuration of the model in a folder, as ``transformers`` reads it.
+
+    Args:
+        folder: Folder of the model.
+        trust_remote_code: Whether Python code in the folder may be run.
+
+    Raises:
+        ConfigError: If there is no ``config.json``, or the model is quantized or needs its own
+            code.
+    """
+    path = folder / CONFIG
+    document = read_json(path, "name the folder of a model that transformers saved")
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    if not isinstance(kind, str):
+        raise ConfigError(f"{path} has no model_type: it does not describe a model of transformers")
+    if document.get("quantization_config"):
+        raise ConfigError(
+            f"{path}: the weights are quantized, and training needs them in 16 or 32 bits: save "
+            "the model without quantization_config"
+        )
+    transformers = transformers_module()
+    known_types = transformers.CONFIG_MAPPING
+    if kind not in known_types and "auto_map" in document and not trust_remote_code:
+        raise ConfigError(
+            f"{path}: model_type {kind!r} needs the Python code in its folder: read that, then "
+            "give trust_remote_code=True"
+        )
+    if kind not in known_types and "auto_map" not in document:
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} does not know model_type {kind!r}: "
+            "install a newer version"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: {(str(error).splitlines() or ['not readable'])[0]}") from error
+
+
+def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch.nn.Module:
+    """Returns the model of a configuration on the ``meta`` device, in training mode.
+
+    Buffers that files do not contain, such as frequencies of rotary embeddings, are computed: they
+    are in host memory.
+
+    Args:
+        folder: Folder of the model.
+        config: Configuration of the model, as ``transformers`` reads it.
+        dtype: Element type of the parameters, ``None`` for the type in the configuration.
+
+    Raises:
+        ConfigError: If the configuration names no class of ``transformers``.
+    """
+    kind = _model_class(folder, config)
+    saved = getattr(config, "dtype", None)
+    chosen = dtype or (saved if isinstance(saved, torch.dtype) else torch.float32)
+    with torch.device("meta"):
+        model: Any = kind._from_config(copy.deepcopy(config), dtype=chosen)
+    _apply_dtype_plan(model, chosen)
+    for name, buffer in model.named_buffers():
+        if name in dict(model.named_non_persistent_buffers()):
+            _set(model, name, torch.empty_like(buffer, device="cpu"))
+        else:
+            buffer._is_hf_initialized = True
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
+    model.train()
+    built: torch.nn.Module = model
+    return built
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    """Returns the class that ``architectures`` in a configuration names."""
+    transformers = transformers_module()
+    names = list(getattr(config, "architectures", None) or ())
+    for name in names:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    remote: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    for reference in (text for text in remote.values() if isinstance(text, str)):
+        if reference.rpartition(".")[2] in names:
+            dynamic = transformers_module("dynamic_module_utils")
+            return dynamic.get_class_from_dynamic_module(
+                reference, str(folder), local_files_only=True
+            )
+    raise ConfigError(
+        f"{folder / CONFIG}: architectures {names} names no class of transformers "
+        f"{transformers.__version__}: install a newer version, or correct the name"
+    )
+
+
+def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
+    """Gives parameters the type that the model prescribes for them, such as float32 in a router."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    loading = transformers_module("core_model_loading")
+    pattern, by_group, _ = loading.build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        match = pattern.search(name)
+        if match is not None:
+            parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
+
+
+def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
+    module, _, attribute = name.rpartition(".")
+    model.get_submodule(module)._buffers[attribute] = buffer
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a tensor in the model without adapters; PEFT adds parts to names."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Describes how tensors of a folder become tensors of the model.
+
+    Attributes:
+        target: Name that ``transformers`` gives to the group of tensors.
+        sources: Names of the tensors in the folder, with the pattern that each one matches.
+        converter: Converter of ``transformers``, ``None`` if the tensor is only renamed.
+        targets: Shape of each tensor of the model that results, by name.
+    """
+
+    target: str
+    sources: tuple[tuple[str, str], ...]
+    converter: Any
+    targets: Mapping[str, tuple[int, ...]]
+
+    def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the model that result from tensors of the folder, by name."""
+        if self.converter is None:
+            return {self.target: tensors[self.sources[0][0]]}
+        converter = copy.deepcopy(self.converter)
+        for source, pattern in self.sources:
+            converter.add_tensor(self.target, source, pattern, tensors[source])
+        results = converter.convert(self.target, model=model, config=model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in results.items()
+        }
+
+
+class PretrainedWeights:
+    """Reads tensors of a model from a folder of ``safetensors`` files.
+
+    Args:
+        folder: Folder of the model.
+        model: Model from :func:`build_on_meta`, before anything else changes it.
+
+    Attributes:
+        folder: Folder of the model.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or tensors are missing, left over or of
+            other shapes than the model's.
+    """
+
+    def __init__(self, folder: Path, model: torch.nn.Module) -> None:
+        self.folder = folder
+        self._model: Any = model
+        self._first_names: dict[int, str] = {}
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self._name_of = {
+            name: self._first_names.setdefault(id(tensor), name) for name, tensor in named
+        }
+        with TensorFolder(folder, dtypes=ALL_DTYPES) as files:
+            self._conversions = list(self._find_conversions(files))
+        self._check(dict(named))
+
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads tensors of the model in place, one conversion at a time.
+
+        Args:
+            tensors: Tensors to fill, by their names in the model.
+        """
+        by_name: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            by_name.setdefault(plain_name(name), []).append(tensor)
+        with TensorFolder(self.folder, dtypes=ALL_DTYPES) as files, torch.no_grad():
+            for conversion in self._conversions:
+                names = [(name, self._name_of[name]) for name in conversion.targets]
+                targets_by_name = {
+                    name: by_name[first] for name, first in names if first in by_name
+                }
+                if targets_by_name:
+                    self._fill(files, conversion, targets_by_name)
+
+    def _fill(
+        self,
+        files: TensorFolder,
+        conversion: Conversion,
+        targets_by_name: Mapping[str, list[torch.Tensor]],
+    ) -> None:
+        """Reads the sources of a conversion and writes its results into tensors."""
+        direct = None if conversion.converter is not None else targets_by_name[conversion.target][0]
+        sources = {name: files.read_whole(name, direct) for name, _ in conversion.sources}
+        for name, value in conversion.convert(sources, self._model).items():
+            for target in targets_by_name.get(name, ()):
+                if value is not target:
+                    target.copy_(value)
+
+    def _find_conversions(self, files: TensorFolder) -> Iterator[Conversion]:
+        """Yields the conversions of all tensors in the folder."""
+        loading = transformers_module("core_model_loading")
+        rules = transformers_module("conversion_mapping").get_model_conversion_mapping(self._model)
+        renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        state = self._model.state_dict()
+        prefix = self._model.base_model_prefix
+        groups: dict[str, list[tuple[str, str | None]]] = {}
+        self._extra: set[str] = set()
+        for source in sorted(files.tensors, key=loading.dot_natural_key):
+            target, pattern = loading.rename_source_key(
+                source, renamings, converters, prefix, state
+            )
+            if target not in state and source in state:
+                target, pattern = loading.rename_source_key(
+                    source, [], [], base_model_prefix=prefix, meta_state_dict=state
+                )
+            if target in state:
+                groups.setdefault(target, []).append((source, pattern))
+            else:
+                self._extra.add(target)
+        # transformers reverses only the rules that were used, if the model is saved.
+        self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
+        for target, sources in groups.items():
+            pattern = sources[0][1]
+            shapes = {
+                source: torch.empty(
+                    files.tensors[source].shape, dtype=files.dtype_of(source), device="meta"
+                )
+                for source, _ in sources
+            }
+            conversion = Conversion(
+                target=target,
+                sources=tuple((source, key or source) for source, key in sources),
+                converter=None if pattern is None else by_pattern[pattern],
+                targets={},
+            )
+            results = conversion.convert(shapes, self._model)
+            targets = {name: tuple(value.shape) for name, value in results.items()}
+            yield Conversion(**{**vars(conversion), "targets": targets})
+
+    def _check(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Raises a ``CheckpointError`` if the folder does not have exactly the model's tensors."""
+        shapes = {name: tuple(named[name].shape) for name in self._model.state_dict()}
+        read: set[str] = set()
+        for conversion in self._conversions:
+            for name, shape in conversion.targets.items():
+                if name not in shapes:
+                    self._extra.add(name)
+                elif shapes[name] != shape:
+                    raise CheckpointError(
+                        f"{self.folder}: {name} has shape {list(shape)}, and {CONFIG} says "
+                        f"{list(shapes[name])}: copy both again from one model"
+                    )
+                else:
+                    read.add(self._name_of[name])
+        missing = {name for name in shapes if self._name_of[name] not in read}
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} lacks {_first_of(missing)} of {type(self._model).__name__}: name a "
+                f"folder with all tensors of the model that its {CONFIG} describes"
+            )
+        report = SimpleNamespace(missing_keys=set(), unexpected_keys=self._extra)
+        self._model._adjust_missing_and_unexpected_keys(report)
+        if report.unexpected_keys:
+            raise CheckpointError(
+                f"{self.folder} has {_first_of(report.unexpected_keys)}, for which "
+                f"{type(self._model).__name__} has no place: correct architectures in its {CONFIG}"
+            )
+
+
+def _first_of(names: set[str]) -> str:
+    """Returns the first of some names, and the number of the others."""
+    return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Contains a model on the ``meta`` device and the folder with its weights.
+
+    Attributes:
+        model: Model on the ``meta`` device, with adapters if there are any.
+        weights: Reader of the folder.
+        arguments: Keyword arguments of the model's ``forward`` for training.
+        has_adapters: Whether only adapters are trained.
+    """
+
+    model: torch.nn.Module
+    weights: PretrainedWeights
+    arguments: Mapping[str, Any]
+    has_adapters: bool
+
+    def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the user's settings of a pipeline, completed for this model."""
+
+        def initialize(tensors: Mapping[str, torch.Tensor]) -> None:
+            self.weights.initialize(tensors)
+            if self.has_adapters:
+                initialize_adapters(self.model, settings.get("seed", 1234))
+
+        arguments = {**self.arguments, **(settings.get("arguments") or {})}
+        return {**settings, "arguments": arguments, "initialize": initialize}
+
+
+def open_pretrained(
+    folder: Path, *, adapter: Any, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Pretrained:
+    """Builds the model of a folder on the ``meta`` device and checks the files with its weights.
+
+    Args:
+        folder: Folder of the model.
+        adapter: ``LoraConfig`` of PEFT, ``None`` to train all parameters.
+        dtype: Element type of the parameters, ``None`` for the type in the configuration.
+        trust_remote_code: Whether Python code in the folder may be run.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or does not fit the configuration.
+        ConfigError: If the model is quantized or cannot be built, or the adapter does not fit.
+    """
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    model = build_on_meta(folder, config, dtype)
+    weights = PretrainedWeights(folder, model)
+    parameters = inspect.signature(model.forward).parameters
+    return Pretrained(
+        model=model if adapter is None else add_adapters(model, adapter, folder),
+        weights=weights,
+        arguments={"use_cache": False} if "use_cache" in parameters else {},
+        has_adapters=adapter is not None,
+    )

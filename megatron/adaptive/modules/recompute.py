@@ -1,0 +1,230 @@
+"""Chooses which recorded calls to run again in the backward pass, instead of keeping their results.
+
+A recomputed range of calls keeps only its inputs from the forward to the backward pass::
+
+    forward     inputs ──> call ─> call ─> call ──> outputs       results in between are freed
+    backward    inputs ──> call ─> call ─> call ──> gradients     the same calls run again
+
+Random numbers are the same again, because the generator is seeded before each call that draws any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.tape import Call, Tape
+
+Recompute = Literal["all", "selective"] | Sequence[int] | None
+"""``all`` segments, attention (``selective``), the segments with these indices, or ``None``."""
+
+_ATTENTION = frozenset(
+    (
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    )
+)
+_SOFTMAX = frozenset(
+    (
+        F.softmax,
+        torch.softmax,
+        torch.Tensor.softmax,
+        torch.ops.aten.softmax.int,
+        torch.ops.aten._softmax.default,
+    )
+)
+_PRODUCTS = frozenset(
+    (
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.baddbmm,
+        torch.einsum,
+        torch.ops.aten.matmul.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+    )
+)
+# Part of the names of functions that change buffers, such as running means, without increasing the
+# tensors' version, by which the recorder sees changes.
+_CHANGES_SILENTLY = "norm"
+# Maximum number of calls between the softmax of an attention and its product of matrices.
+_NEAR = 12
+
+
+def check_recompute(recompute: Any) -> None:
+    """Checks the form of the setting ``recompute``.
+
+    Raises:
+        ConfigError: If it is neither ``all``, ``selective``, ``None`` nor a sequence of indices.
+    """
+    if recompute is None or recompute in ("all", "selective"):
+        return
+    if isinstance(recompute, str) or not all(
+        type(index) is int and index >= 0 for index in recompute
+    ):
+        raise ConfigError(
+            f"recompute {recompute!r}: give 'all', 'selective', or the indices of segments from 0"
+        )
+
+
+def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
+    """Returns the ranges of calls on a tape to recompute, ascending and disjoint.
+
+    Raises:
+        ConfigError: If a segment does not exist or cannot be recomputed, or no attention is found.
+    """
+    if recompute is None:
+        return []
+    if recompute == "selective":
+        ranges = _attention_ranges(tape)
+        if not ranges:
+            raise ConfigError(
+                "recompute='selective' recomputes attention, and the model calls neither"
+                " scaled_dot_product_attention nor a softmax between two products of matrices:"
+                " give 'all', or the indices of segments"
+            )
+        return [calls for calls in ranges if _outside_change(tape, calls) is None]
+    count = tape.num_segments
+    chosen = range(count) if recompute == "all" else sorted(set(map(int, recompute)))
+    ranges = []
+    for segment in chosen:
+        if segment >= count:
+            raise ConfigError(
+                f"recompute names segment {segment}, and the cut points make {count} segments: "
+                f"give indices from 0 to {count - 1}"
+            )
+        numbers = [n for n, call in enumerate(tape.calls) if call.segment == segment]
+        if not numbers:
+            continue
+        calls = range(numbers[0], numbers[-1] + 1)
+        shape = _outside_change(tape, calls)
+        if shape is not None:
+            raise ConfigError(
+                f"segment {segment} changes a tensor of shape {list(shape)} from before it in "
+                "place, so it cannot be recomputed: use the operation that returns a new tensor, "
+                "or give recompute the indices of other segments"
+            )
+        ranges.append(calls)
+    return ranges
+
+
+def _attention_ranges(tape: Tape) -> list[range]:
+    """Returns the calls of each attention: from the product of Q and K to that with V."""
+    ranges: list[range] = []
+    for number, call in enumerate(tape.calls):
+        calls = None
+        if call.function in _ATTENTION:
+            calls = range(number, number + 1)
+        elif call.function in _SOFTMAX:
+            first = _product_near(tape, range(number - 1, number - 1 - _NEAR, -1), call)
+            last = _product_near(tape, range(number + 1, number + 1 + _NEAR), call)
+            if first is not None and last is not None:
+                calls = range(first, last + 1)
+        if calls is not None and (not ranges or calls.start >= ranges[-1].stop):
+            ranges.append(calls)
+    return ranges
+
+
+def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
+    """Returns the first product of matrices among these calls in the segment of a softmax."""
+    for number in numbers:
+        if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:
+            return None
+        if tape.calls[number].function in _PRODUCTS:
+            return number
+    return None
+
+
+def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
+    """Returns the shape of a tensor from before these calls that they change, if there is any.
+
+    Buffers do not count, because a copy is kept for the second run.
+    """
+    outside = {
+        tape.values[read].storage
+        for number in calls
+        for read in tape.calls[number].reads
+        if tape.values[read].made_by not in calls and tape.values[read].source != "buffer"
+    }
+    for number in calls:
+        for old, _ in tape.calls[number].changes:
+            value = tape.values[old]
+            if value.source != "buffer" and value.storage in outside - {0}:
+                return value.shape
+    return None
+
+
+def changed_buffers(tape: Tape) -> set[int]:
+    """Returns the indices on the tape of the buffers that the forward pass may change."""
+    changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
+    silently = {
+        read
+        for call in tape.calls
+        if _CHANGES_SILENTLY in str(call.function)
+        for read in call.reads
+    }
+    return {
+        number
+        for number, value in enumerate(tape.values)
+        if value.source == "buffer" and (value.storage in changed or number in silently)
+    }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecomputedCalls:
+    """Runs a range of calls so that the backward pass runs them again.
+
+    Attributes:
+        fixed: Parameters, inputs, constants and buffers that the calls read, by index on the tape.
+        copied: Buffers among them that the forward pass changes.
+        inputs: Tensors from earlier calls or stages that the calls read.
+        results: Tensors that the calls make and that are needed after them.
+        drops: Tensors from before the calls that are not needed after them.
+    """
+
+    fixed: tuple[int, ...]
+    copied: tuple[int, ...]
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    drops: tuple[int, ...]
+
+    def run(
+        self, env: dict[int, torch.Tensor], run_calls: Callable[[dict[int, torch.Tensor]], None]
+    ) -> None:
+        """Runs the calls on the tensors in ``env`` and stores their results there.
+
+        Args:
+            env: Tensors, by their index on the tape.
+            run_calls: Function that runs the calls on the tensors that it gets by index, and
+                stores the results there.
+        """
+        fixed = {number: env[number] for number in self.fixed}
+        copies = {number: env[number].clone() for number in self.copied}
+        is_again = False
+
+        def compute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            nonlocal is_again
+            local = {**fixed, **dict(zip(self.inputs, tensors, strict=True))}
+            if is_again:
+                # The second run must read what the first one read, and change nothing.
+                local.update((number, copy.clone()) for number, copy in copies.items())
+            is_again = True
+            run_calls(local)
+            return tuple(local[number] for number in self.results)
+
+        tensors = [env[number] for number in self.inputs]
+        for number in self.drops:
+            del env[number]
+        # The calls seed their random numbers themselves, so the generator's state is not kept.
+        made = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+        env.update(zip(self.results, made, strict=True))

@@ -1,0 +1,531 @@
+"""Writes the torch calls of a running model on a tape.
+
+Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
+``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
+inside. So running the recording gives the same gradients as the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from megatron.adaptive.accelerator import default_generator
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.cut_points import cut_points_of, mark
+from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
+
+# Functions that return the value of a tensor to Python, where the recorder cannot follow it.
+READING = frozenset(
+    (
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__contains__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+    )
+)
+# Name of torch's autograd function for activation checkpointing. The recorder calls the function
+# inside it directly, so that the calls in it are recorded.
+_RECOMPUTING = "CheckpointFunction"
+
+
+class ReadsValueError(ConfigError):
+    """Raised if the forward pass reads the value of a tensor in Python, or cannot be recorded."""
+
+
+@contextlib.contextmanager
+def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores the model's buffers and the random generators of CPU and ``device`` on exit."""
+    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in kept:
+                        buffer.copy_(kept[name])
+
+
+@contextlib.contextmanager
+def custom_functions(recorder: CallRecorder) -> Iterator[None]:
+    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
+    function: Any = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = original.__get__(None, cls)
+        if recorder.is_inside:
+            return plain(*args, **kwargs)
+        if cls.__name__ == _RECOMPUTING:
+            return args[0](*args[2:])
+        return recorder.note(plain, args, kwargs, plain)
+
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = original
+
+
+class _Captured(TorchFunctionMode):
+    """Collects or replaces the tensors that a function uses without getting them as arguments.
+
+    Args:
+        is_known: Function that returns whether to collect a tensor.
+        replaced: Tensors to use instead of others, by ``id()`` of the others.
+
+    Attributes:
+        tensors: Collected tensors, by their ``id()``.
+    """
+
+    def __init__(
+        self,
+        is_known: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        replaced: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        super().__init__()
+        self._is_known = is_known
+        self._replaced = replaced
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments: Any = map_aggregate((args, kwargs or {}), self._replace)
+        return func(*arguments[0], **arguments[1])
+
+    def _replace(self, part: Any) -> Any:
+        if isinstance(part, torch.Tensor) and self._is_known(part):
+            self.tensors[id(part)] = part
+        return self._replaced.get(id(part), part)
+
+
+class MappedFunction:
+    """Runs ``torch.vmap`` of a function, with tensors that the function captured as arguments.
+
+    Args:
+        run: Function of torch that runs a mapped function.
+        options: First arguments of ``run``: the mapped function, and how to map it.
+        modes: Modes of torch that were active around the call.
+        captured: Tensors that the mapped function uses besides its arguments.
+    """
+
+    __name__ = "vmap"
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        options: Sequence[Any],
+        modes: Sequence[TorchFunctionMode],
+        captured: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._run = run
+        self._options = options
+        self._modes = modes
+        # Keep the tensors alive, because Python may reuse the id() of a freed tensor.
+        self._captured = tuple(captured)
+
+    def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Returns the result with other tensors in place of the captured ones."""
+        pairs = zip(self._captured, captured, strict=True)
+        return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
+
+    def captures(
+        self, is_known: Callable[[torch.Tensor], bool], args: Any, kwargs: Any
+    ) -> list[torch.Tensor]:
+        """Runs the function and returns the known tensors that it captured."""
+        mode = _Captured(is_known)
+        self._call(mode, args, kwargs)
+        return list(mode.tensors.values())
+
+    def _call(self, mode: TorchFunctionMode, args: Any, kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._C._EnableTorchFunction())
+            for active in (*self._modes, mode):
+                stack.enter_context(active)
+            return self._run(*self._options, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
+    """Passes calls of functions that ``torch.vmap`` returns to the recorder as single calls."""
+    apis: Any = torch._functorch.apis
+    original = apis.vmap_impl
+
+    def run(*arguments: Any, **kwargs: Any) -> Any:
+        if recorder.is_inside:
+            return original(*arguments, **kwargs)
+        return recorder.note_mapped(original, arguments[:5], arguments[5:], kwargs)
+
+    apis.vmap_impl = run
+    try:
+        yield
+    finally:
+        apis.vmap_impl = original
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the torch calls of a model on a :class:`Tape`.
+
+    Args:
+        model: Model whose calls are recorded.
+        inputs: Tensors of the microbatch, by the name of their batch entry.
+        freeze: Whether to allow Python to read tensor values, which are then the same for every
+            microbatch, instead of raising an error.
+        decisive: Names of the inputs whose values Python may read, because they are the same
+            whenever the recording is used.
+        may_miss: Whether the forward pass may leave out cut points.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        freeze: bool,
+        decisive: Sequence[str] = (),
+        *,
+        may_miss: bool = False,
+    ) -> None:
+        super().__init__()
+        self.is_inside = False
+        self.tape = Tape()
+        self._freeze = freeze
+        self._may_miss = may_miss
+        self._passing = -1
+        self._numbers: dict[int, int] = {}
+        # Keep all tensors alive, because Python may reuse the id() of a freed tensor.
+        self._kept: list[torch.Tensor] = []
+        cut_points = cut_points_of(model)
+        self._cut_names = {id(cut_point): name for name, cut_point in cut_points.items()}
+        self._optional = {name for name, cut_point in cut_points.items() if cut_point.is_optional}
+        self._repeated: set[str] = set()
+        self._names: dict[int, tuple[str, str]] = {}
+        aliases: dict[int, list[str]] = {}
+        for source, named in (
+            ("parameter", model.named_parameters(remove_duplicate=False)),
+            ("buffer", model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in named:
+                self._names.setdefault(id(tensor), (source, name))
+                aliases.setdefault(id(tensor), []).append(name)
+                self._kept.append(tensor)
+        self.tape.aliases = {names[0]: tuple(names[1:]) for names in aliases.values()}
+        for name, tensor in inputs.items():
+            self._add(tensor, source="input", name=name, varies=name not in decisive)
+            self.tape.device = tensor.device
+        first = next(model.parameters(), None)
+        if first is not None:
+            self.tape.device = first.device
+        self._watch_random_numbers()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_inside:
+            return func(*args, **(kwargs or {}))
+        if func in (mark, torch.ops.megatron_adaptive.mark.default):
+            self._pass_cut(*args[1:])
+            return args[0]
+        return self.note(func, args, kwargs or {}, func)
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+        """Runs a call, and records it if the call makes or changes a tensor."""
+        tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
+        # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
+        # call that could be recorded. They would be constants with the values of the sample.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ReadsValueError(
+                f"{where()} runs within a function of torch.func, of which only vmap can be "
+                "recorded: compute the same with plain tensors there"
+            )
+        self._refuse_reading(function, tensors)
+        versions = [tensor._version for tensor in tensors]
+        self._watch_random_numbers()
+        self.is_inside = True
+        try:
+            with torch._C.DisableTorchFunction():
+                result = self._run(function, args, kwargs, run)
+        finally:
+            self.is_inside = False
+        changed = {
+            id(tensor): tensor
+            for tensor, version in zip(tensors, versions, strict=True)
+            if tensor._version != version
+        }
+        results = list(tensor_paths(result))
+        if not (results or changed):
+            return result
+        reads: dict[int, None] = {}
+        template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
+        made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+        for tensor, path in results:
+            # If a result already has a number, the call only returned one of its arguments.
+            if id(tensor) not in self._numbers:
+                made.setdefault(id(tensor), (tensor, path))
+        if made or changed:
+            self._write(function, template, reads, made.values(), changed.values())
+        return result
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any) -> Any:
+        """Returns the result of a call.
+
+        Args:
+            function: Function that the tape contains.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            run: Function to call instead of ``function``, which does the same.
+        """
+        return run(*args, **kwargs)
+
+    def _watch_random_numbers(self) -> None:
+        """Prepares :meth:`_drew_random_numbers` for the next call."""
+        generators = [torch.default_generator]
+        if self.tape.device.type == "cuda":
+            generators.append(default_generator(self.tape.device))
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def _drew_random_numbers(self) -> bool:
+        """Returns whether the call drew random numbers, which changes a generator's state."""
+        return any(
+            not torch.equal(generator.get_state(), state) for generator, state in self._states
+        )
+
+    def note_mapped(
+        self, run: Any, options: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a function that ``torch.vmap`` returned, and records it as one call.
+
+        Args:
+            run: Function of torch that runs a mapped function.
+            options: First arguments of ``run``, up to the mapped function's own arguments.
+            args: Positional arguments of the mapped function.
+            kwargs: Keyword arguments of the mapped function.
+        """
+        stack = _get_current_function_mode_stack()
+        modes = stack[stack.index(self) + 1 :]
+
+        def is_known(tensor: torch.Tensor) -> bool:
+            return id(tensor) in self._numbers or id(tensor) in self._names
+
+        self.is_inside = True
+        try:
+            captured = MappedFunction(run, options, modes).captures(is_known, args, kwargs)
+        finally:
+            self.is_inside = False
+        function = MappedFunction(run, options, modes, captured)
+        return self.note(function, (captured, *args), kwargs, function)
+
+    def _write(
+        self,
+        function: Any,
+        template: Any,
+        reads: Iterable[int],
+        made: Iterable[tuple[torch.Tensor, tuple[Any, ...]]],
+        changed: Iterable[torch.Tensor],
+    ) -> None:
+        """Adds a call to the tape.
+
+        Args:
+            function: Function that was called.
+            template: Arguments of the call, with a :class:`Ref` in place of each tensor.
+            reads: Indices on the tape of the tensors in the arguments.
+            made: New tensors, each with the indices and keys that lead to it in the call's result.
+            changed: Arguments that the call changed in place.
+        """
+        tape = self.tape
+        is_random = self._drew_random_numbers()
+        varies = is_random or any(tape.values[read].varies for read in reads)
+        number = len(tape.calls)
+        outputs = [
+            (self._add(tensor, made_by=number, varies=varies), path) for tensor, path in made
+        ]
+        changes = []
+        for tensor in changed:
+            old = self._numbers[id(tensor)]
+            value = tape.values[old]
+            if value.source == "parameter":
+                raise ConfigError(
+                    f"{where()} changes parameter {value.name} within the forward; only buffers "
+                    "may change there"
+                )
+            if value.source == "buffer":
+                # A changed buffer keeps its number, because a stage looks it up by name.
+                changes.append((old, old))
+                continue
+            changes.append((old, self._add(tensor, made_by=number, varies=varies or value.varies)))
+        tape.calls.append(
+            Call(
+                function=function,
+                args=template[0],
+                kwargs=template[1],
+                reads=tuple(reads),
+                outputs=tuple(outputs),
+                changes=tuple(changes),
+                segment=len(tape.cuts),
+                is_random=is_random,
+                with_grad=torch.is_grad_enabled(),
+                autocast=torch.get_autocast_dtype(tape.device.type)
+                if torch.is_autocast_enabled(tape.device.type)
+                else None,
+            )
+        )
+
+    def _refer(self, reads: dict[int, None], argument: Any) -> Any:
+        """Replaces a tensor by a :class:`Ref` and adds its number to ``reads``."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        number = self._numbers.get(id(argument))
+        if number is None:
+            number = self._source(argument)
+        reads[number] = None
+        return Ref(number)
+
+    def _source(self, tensor: torch.Tensor) -> int:
+        """Numbers a tensor that no recorded call made: an input, parameter, buffer or constant."""
+        source, name = self._names.get(id(tensor), ("constant", ""))
+        if source == "constant" and tensor.requires_grad:
+            raise ConfigError(
+                f"{where()} uses a tensor of shape {list(tensor.shape)} that requires a gradient "
+                "and is no parameter of the model: register it with a module as a parameter"
+            )
+        return self._add(
+            tensor,
+            source=source,
+            name=name,
+            tensor=tensor if source == "constant" else None,
+            varies=source == "parameter",
+        )
+
+    def _add(self, tensor: torch.Tensor, /, **facts: Any) -> int:
+        number = len(self.tape.values)
+        self.tape.values.append(
+            Value(
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                requires_grad=tensor.requires_grad,
+                storage=self._storage(tensor),
+                **facts,
+            )
+        )
+        self._numbers[id(tensor)] = number
+        self._kept.append(tensor)
+        return number
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        """Returns the address of a tensor's memory, 0 if it has no storage."""
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):
+            # Sparse tensors have no storage, so asking for it raises an error.
+            return 0
+
+    def _pass_cut(self, cut_point: int, passing: int) -> None:
+        """Records that the forward pass has reached a cut point."""
+        # After torch.export, a cut point is reached once for each of its tensors. Count only the
+        # first.
+        if passing == self._passing:
+            return
+        self._passing = passing
+        name = self._cut_names.get(cut_point)
+        if name is None:
+            raise ConfigError(
+                f"{where()} calls a CutPoint that is no module of the model: make it in __init__ "
+                "and keep it as an attribute"
+            )
+        if name in self.tape.cuts and name in self._optional:
+            self._repeated.add(name)
+            return
+        if name in self.tape.cuts:
+            raise ConfigError(
+                f"cut point {name} is passed twice in one forward ({where()}): give each place a "
+                "CutPoint of its own"
+            )
+        self.tape.cuts.append(name)
+
+    def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
+        """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
+        name = getattr(function, "__name__", "")
+        if name not in READING or self._freeze or is_checking():
+            return
+        for tensor in tensors:
+            number = self._numbers.get(id(tensor))
+            is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
+            if is_parameter or (number is not None and self.tape.values[number].varies):
+                raise ReadsValueError(
+                    f"{where()} looks at the values of a tensor ({name}), and what follows may "
+                    "differ between microbatches: compute with tensors there, keep cut points out "
+                    "of such control flow, name the batch entry that decides in decisive_entries, "
+                    'or give slicing="record" if the answer is always the sample\'s'
+                )
+
+    def finish(self, loss: Any) -> None:
+        """Checks the recorded forward pass and notes which tensor is the loss."""
+        required = [name for name in self._cut_names.values() if name not in self._optional]
+        missed = [name for name in required if name not in self.tape.cuts]
+        if missed and not self._may_miss:
+            raise ConfigError(
+                f"cut point {missed[0]} is not passed in the sample's forward"
+                f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}: cut points "
+                "must not be inside control flow; move it, or remove it"
+            )
+        number = self._numbers.get(id(loss))
+        if number is None or loss.dim() or not loss.is_floating_point():
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the forward gives a loss of {shape}: it must be a floating-point scalar that is "
+                "computed from the batch; return one, or give loss=function(output, batch)"
+            )
+        self.tape.loss = number
+        self.tape.remove_cuts(self._repeated)
+        self._kept.clear()
+
+
+def tensor_paths(
+    structure: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
+    """Yields the tensors in nested containers, each with the indices and keys that lead to it."""
+    if isinstance(structure, torch.Tensor):
+        yield structure, path
+    elif isinstance(structure, (tuple, list)):
+        for number, part in enumerate(structure):
+            yield from tensor_paths(part, (*path, number))
+    elif isinstance(structure, dict):
+        for name, part in structure.items():
+            yield from tensor_paths(part, (*path, name))
+
+
+def is_checking() -> bool:
+    """Returns whether ``torch._check`` or a similar function runs.
+
+    These functions read a value only to raise an error. No other code depends on the value.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch" and frame.f_code.co_name.startswith("_check"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def where() -> str:
+    """Returns the file and line of the user's code that is running, for error messages."""
+    for frame in reversed(traceback.extract_stack()):
+        plain = frame.filename.replace("\\", "/")
+        if "/torch/" not in plain and "/megatron/adaptive/" not in plain:
+            return f"{plain.rsplit('/', 1)[-1]}:{frame.lineno} ({frame.name})"
+    return "the model"

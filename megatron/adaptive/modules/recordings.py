@@ -1,0 +1,359 @@
+"""Keeps a recording of the model, cut into stages, for each signature of a microbatch.
+
+::
+
+    microbatch ──> signature (shapes, types, deciding values) ──> programs of this rank's stages
+                        │ new                                          ▲
+                        └──> record the model ──> cut at the same places
+
+The sample batch fixes the cut points, the partition, and the parameters that each rank keeps.
+Recordings that are made later must get along with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.batch import Microbatch, Signature
+from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
+from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
+from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel
+from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.schedule.stage_placement import Placement
+
+# Number of steps after which a new signature is reported, because it costs time unexpectedly.
+_EARLY_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Contains a microbatch of the sample batch and the forward passes recorded with it.
+
+    Attributes:
+        microbatch: Tensors of the microbatch, on the model's device.
+        signature: Signature of the microbatch.
+        forwards: Forward passes, with the segments of all cut points.
+        count: Number of microbatches in the sample batch that have this signature.
+    """
+
+    microbatch: Microbatch
+    signature: Signature
+    forwards: Forwards
+    count: int
+
+
+def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> list[Example]:
+    """Records the model once for each signature among the microbatches of the sample batch.
+
+    Args:
+        model: Model with its settings for recording.
+        microbatches: Microbatches of the sample batch, on the model's device.
+
+    Returns:
+        Recordings in the order of their first microbatches, except that the first one passes all
+        cut points.
+
+    Raises:
+        ConfigError: If the model cannot be recorded, or no microbatch passes all cut points.
+    """
+    first_of: dict[Signature, Microbatch] = {}
+    counts: dict[Signature, int] = {}
+    for microbatch in microbatches:
+        signature = Signature.of(microbatch, model.decisive_entries)
+        first_of.setdefault(signature, microbatch)
+        counts[signature] = counts.get(signature, 0) + 1
+    recorded = {
+        signature: Forwards.of(model, microbatch, model.slicing, may_miss=len(first_of) > 1)
+        for signature, microbatch in first_of.items()
+    }
+    whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
+    if len(recorded) > 1:
+        # Record this one again, to raise the error that names a cut point which none passes.
+        recorded[whole] = Forwards.of(model, first_of[whole], model.slicing)
+    cuts = recorded[whole].training.cuts
+    homes = homes_of([recorded[whole]])
+    for forwards in recorded.values():
+        align(forwards, cuts, homes)
+    order = [whole, *(signature for signature in recorded if signature != whole)]
+    return [
+        Example(
+            microbatch=first_of[signature],
+            signature=signature,
+            forwards=recorded[signature],
+            count=counts[signature],
+        )
+        for signature in order
+    ]
+
+
+def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
+    """Returns the segments that use each parameter in training or evaluation, ascending."""
+    homes: dict[str, set[int]] = {}
+    for forwards in recorded:
+        for tape in (forwards.training, forwards.evaluation):
+            for name, segments in uses_of(tape).items():
+                homes.setdefault(name, set()).update(segments)
+    return {name: sorted(segments) for name, segments in homes.items()}
+
+
+def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
+    """Gives the calls of a recording that misses cut points the segments of all cut points.
+
+    A microbatch without images misses the cut points of the encoder of images. Between the cut
+    points that it does pass, a call belongs to the segment that uses the call's parameter in other
+    recordings. A call without parameters belongs to the segment of the call before it.
+
+    Args:
+        forwards: Recording to change.
+        cuts: Names of all cut points, in order.
+        homes: Segments that use each parameter, ascending.
+
+    Raises:
+        ConfigError: If the recording passes the cut points in another order.
+    """
+    for tape in (forwards.training, forwards.evaluation):
+        # The sample's recordings ignored these added cut points.
+        tape.remove_cuts([name for name in tape.cuts if name not in cuts])
+        if tape.cuts == list(cuts):
+            continue
+        in_order = [name for name in cuts if name in tape.cuts]
+        if in_order != tape.cuts:
+            raise ConfigError(
+                f"a microbatch passes the cut points {', '.join(tape.cuts)}, the sample "
+                f"{', '.join(cuts)}: each microbatch must pass them in the same order, but may "
+                "leave some out"
+            )
+        passed = [cuts.index(name) for name in tape.cuts]
+        lows = [0, *(position + 1 for position in passed)]
+        highs = [*passed, len(cuts)]
+        current = 0
+        for call in tape.calls:
+            low = max(current, lows[call.segment])
+            segments = (
+                segment
+                for read in call.reads
+                if tape.values[read].source == "parameter"
+                for segment in homes.get(tape.values[read].name, ())
+                if low <= segment <= highs[call.segment]
+            )
+            current = call.segment = min(segments, default=low)
+        tape.cuts = list(cuts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutForwards:
+    """Contains a recording and its plans for all stages.
+
+    Attributes:
+        forwards: Recorded forward passes.
+        training: Plan of each stage in training.
+        evaluation: Plan of each stage in evaluation.
+    """
+
+    forwards: Forwards
+    training: Sequence[StagePlan]
+    evaluation: Sequence[StagePlan]
+
+    @classmethod
+    def of(cls, forwards: Forwards, partition: Sequence[int]) -> CutForwards:
+        """Cuts a recording into stages.
+
+        Raises:
+            ConfigError: If a stage changes a tensor in place that another stage also uses.
+        """
+        return cls(
+            forwards=forwards,
+            training=slice_tape(forwards.training, partition),
+            evaluation=slice_tape(forwards.evaluation, partition),
+        )
+
+    def plans(self, stage: int) -> tuple[StagePlan, StagePlan]:
+        """Returns the plans of a stage in training and in evaluation."""
+        return self.training[stage], self.evaluation[stage]
+
+    @property
+    def largest_message(self) -> int:
+        """Returns the size of the largest message between two stages, in bytes."""
+        return max(
+            MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
+            for tape, plans in (
+                (self.forwards.training, self.training),
+                (self.forwards.evaluation, self.evaluation),
+            )
+            for plan in plans
+        )
+
+
+def activation_bytes(tape: Tape) -> int:
+    """Returns the size in bytes of all tensors of a recording through which gradients flow.
+
+    The number is the same on all ranks, and about proportional to the activations that are kept.
+    """
+    return sum(
+        torch.Size(value.shape).numel() * value.dtype.itemsize
+        for value in tape.values
+        if value.made_by >= 0 and value.requires_grad
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptPart:
+    """Contains what the sample batch has fixed: how the model is cut, and what each rank keeps.
+
+    Attributes:
+        cuts: Names of all cut points, in order.
+        partition: Number of segments in each stage.
+        homes: Segments that use each parameter, ascending.
+        parameter_ranks: Positions in the pipeline of the ranks that keep each trained parameter.
+        held: Parameters and buffers that this rank keeps, by name in the model.
+        placement: Assignment of stages to ranks.
+        pp_rank: Position of this rank in the pipeline.
+        device: Device on which the stages run.
+        recompute: Calls that the backward pass runs again.
+    """
+
+    cuts: tuple[str, ...]
+    partition: tuple[int, ...]
+    homes: Mapping[str, Sequence[int]]
+    parameter_ranks: Mapping[str, set[int]]
+    held: Mapping[str, torch.Tensor]
+    placement: Placement
+    pp_rank: int
+    device: torch.device
+    recompute: Recompute
+
+    def check(self, cut: CutForwards, signature: Signature) -> None:
+        """Checks that ranks keep the parameters and buffers that a later recording needs.
+
+        Raises:
+            ConfigError: If a rank lacks one. The error is the same on all ranks of the pipeline,
+                except for buffers.
+        """
+        for stage in range(self.placement.num_stages):
+            rank, _ = self.placement.locate(stage)
+            for plan in cut.plans(stage):
+                lacking = [
+                    f"parameter {name}"
+                    for name in plan.parameters
+                    if rank not in self.parameter_ranks.get(name, ())
+                ]
+                if rank == self.pp_rank:
+                    lacking += [f"buffer {name}" for name in plan.buffers if name not in self.held]
+                if lacking:
+                    raise ConfigError(
+                        f"a microbatch with {signature} uses {lacking[0]} in stage {stage}, which "
+                        "the sample_batch does not use there: give a list of microbatches as "
+                        "sample_batch, among them one of this kind"
+                    )
+
+    def programs(self, cut: CutForwards) -> RankPrograms:
+        """Returns the programs of this rank's stages."""
+        chunks = range(self.placement.num_chunks)
+        stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
+        recomputed = recomputed_ranges(cut.forwards.training, self.recompute)
+
+        def made(
+            tape: Tape, plans: Sequence[StagePlan], recomputed: Sequence[range]
+        ) -> list[StageProgram]:
+            return [
+                StageProgram(tape, plans[stage], self.held, self.device, recomputed)
+                for stage in stages
+            ]
+
+        return RankPrograms(
+            training=made(cut.forwards.training, cut.training, recomputed),
+            evaluation=made(cut.forwards.evaluation, cut.evaluation, ()),
+            meter=ActivationMeter(),
+            activation_bytes=activation_bytes(cut.forwards.training),
+        )
+
+
+class Recordings:
+    """Keeps the programs of this rank's stages by signature, and makes those of new signatures.
+
+    Args:
+        model: Model with its settings for recording.
+        part: Cuts and parameters that the sample batch has fixed.
+        way: Method by which the sample batch was recorded.
+        most: Maximum number of signatures to keep. The least recently used one is dropped.
+    """
+
+    def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
+        # Keep only what a recording needs, so that the sample batch can be freed.
+        settings = {item.name: getattr(model, item.name) for item in dataclasses.fields(Forward)}
+        self._forward = Forward(**settings)
+        self._slicing = model.slicing
+        self._way = way
+        self._part = part
+        self._most = most
+        self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
+        self._dropped: set[int] = set()
+        self._reported: set[str] = set()
+
+    def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
+        """Keeps the programs of a recording and returns them."""
+        programs = self._kept[signature] = self._part.programs(cut)
+        if len(self._kept) > self._most:
+            dropped, _ = self._kept.popitem(last=False)
+            if "again" not in self._reported:
+                self._dropped.add(hash(dropped))
+        return programs
+
+    def of(self, microbatch: Microbatch, step: int) -> RankPrograms:
+        """Returns the programs for a microbatch, and records the model if its signature is new.
+
+        Args:
+            microbatch: Tensors of the microbatch, on any device.
+            step: Number of the training step, for the report of a late recording; -1 in an
+                evaluation.
+
+        Raises:
+            ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
+                that the sample batch did not use.
+        """
+        signature = Signature.of(microbatch, self._forward.decisive_entries)
+        programs = self._kept.get(signature)
+        if programs is not None:
+            self._kept.move_to_end(signature)
+            return programs
+        begin_s = time.perf_counter()
+        device = self._part.device
+        moved = {name: tensor.to(device) for name, tensor in microbatch.items()}
+        forwards = Forwards.of(self._forward, moved, self._slicing, may_miss=True, way=self._way)
+        align(forwards, self._part.cuts, self._part.homes)
+        cut = CutForwards.of(forwards, self._part.partition)
+        self._part.check(cut, signature)
+        programs = self.add(signature, cut)
+        self._report(signature, step, time.perf_counter() - begin_s)
+        return programs
+
+    def _report(self, signature: Signature, step: int, seconds: float) -> None:
+        """Prints a line at the first late recording, and one at the first repeated recording."""
+        if self._part.pp_rank:
+            return
+        if step > _EARLY_STEPS and "late" not in self._reported:
+            self._reported.add("late")
+            self._say(
+                f"step {step}: recorded the model in {seconds:.2f} s, because no microbatch before "
+                f"had {signature}; later recordings are not reported"
+            )
+        if hash(signature) in self._dropped and "again" not in self._reported:
+            self._reported.add("again")
+            self._say(
+                f"recorded the model again in {seconds:.2f} s with {signature}, because more than "
+                f"{self._most} kinds of microbatches are in use: raise max_recordings, or pad to "
+                "fewer lengths"
+            )
+
+    def _say(self, line: str) -> None:
+        print(printable(line), flush=True)

@@ -1,0 +1,120 @@
+"""Describes a recorded forward pass: its tensors and calls of torch, in order.
+
+Every recorded tensor has an index (its number). The arguments of recorded calls refer to tensors by
+this number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Refers to a tensor in the arguments of a recorded call, by the tensor's index on the tape."""
+
+    value: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Value:
+    """Describes a tensor of the recorded forward pass.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Element type of the tensor.
+        requires_grad: Whether a gradient is computed for the tensor or through it.
+        source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
+            a recorded call computed it.
+        name: Name of the input, parameter or buffer; empty for other tensors.
+        tensor: The tensor itself if it is a constant, otherwise ``None``.
+        made_by: Index of the call that computed the tensor, -1 if no recorded call did.
+        storage: Address of the tensor's memory, the same for tensors that share memory.
+        varies: Whether the tensor depends on an input, a parameter or a random number.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    source: str = ""
+    name: str = ""
+    tensor: torch.Tensor | None = None
+    made_by: int = -1
+    storage: int = 0
+    varies: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """Describes a recorded call of a torch function.
+
+    Attributes:
+        function: Function that was called.
+        args: Positional arguments, with a :class:`Ref` for every tensor.
+        kwargs: Keyword arguments, with a :class:`Ref` for every tensor.
+        reads: Indices on the tape of the tensors in the arguments.
+        outputs: Index on the tape of each new tensor, and the indices and keys that lead to the
+            tensor in the call's result.
+        changes: Index on the tape of each argument changed in place, before and after the call.
+        segment: Number of cut points that the forward pass had reached before the call.
+        is_random: Whether the call drew random numbers.
+        with_grad: Whether gradients were enabled during the call.
+        autocast: Element type of matrix products under autocast, ``None`` if autocast was off.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    outputs: tuple[tuple[int, tuple[Any, ...]], ...]
+    changes: tuple[tuple[int, int], ...]
+    segment: int
+    is_random: bool
+    with_grad: bool
+    autocast: torch.dtype | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tape:
+    """Contains a recorded forward pass.
+
+    Attributes:
+        values: All tensors. Other records refer to a tensor by its index in this list.
+        calls: All calls in the order in which the model made them.
+        cuts: Names of the cut points in the order in which the forward pass reaches them.
+        loss: Index on the tape of the tensor that holds the loss.
+        device: Device on which the forward pass was recorded.
+        aliases: Maps the first name of a parameter or buffer with several names to its other names.
+        autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
+    """
+
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    cuts: list[str] = field(default_factory=list)
+    loss: int = -1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+
+    @property
+    def num_segments(self) -> int:
+        """Returns the number of segments into which the cut points divide the forward pass."""
+        return len(self.cuts) + 1
+
+    @property
+    def is_random(self) -> bool:
+        """Returns whether any call draws random numbers."""
+        return any(call.is_random for call in self.calls)
+
+    def remove_cuts(self, names: Container[str]) -> None:
+        """Removes cut points, and joins the segments on both sides of each."""
+        kept = [name not in names for name in self.cuts]
+        segments = list(itertools.accumulate(kept, initial=0))
+        self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]
+        for call in self.calls:
+            call.segment = segments[call.segment]

@@ -1,0 +1,158 @@
+"""One of two ranks: trains models from folders of transformers, and saves them again.
+
+Usage: ``pretrained_worker.py FOLDER PROGRAM ...``. ``FOLDER`` holds the models of
+``test_pretrained.py``. The names of the programs that passed, and the error that ended the list, go
+to ``FOLDER/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from megatron.adaptive import Pipeline
+
+LR = 0.1
+FOLDER = Path(sys.argv[1])
+MOST_OVER_BYTES = 200 << 20
+
+
+def make_batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (4, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[:, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[Any]]:
+    """Trains the whole model in this process; returns losses and gradient norms."""
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = sgd(trained)
+    losses, norms = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for start in (0, 2):
+            microbatch = {name: tensor[start : start + 2] for name, tensor in batch.items()}
+            loss = model(**microbatch).loss / 2
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, float("inf"))))
+        optimizer.step()
+        losses.append(total)
+    return losses, norms
+
+
+def require_equal(pipeline: Pipeline, model: Any) -> None:
+    """Pipeline and model take the same steps."""
+    batches = [make_batch(seed) for seed in range(3)]
+    losses, norms = reference(model, batches)
+    for batch, loss, norm in zip(batches, losses, norms, strict=True):
+        assert pipeline.step(batch)[0] == pytest.approx(loss, rel=1e-5)
+        assert pipeline.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def logits(model: Any) -> torch.Tensor:
+    batch = make_batch(9)
+    del batch["labels"]
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+def trained_and_saved(name: str, **settings: Any) -> None:
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(FOLDER / name)
+    with Pipeline.from_pretrained(
+        FOLDER / name, make_batch(), micro_batch_size=2, **settings
+    ) as pipeline:
+        pipeline.set_optimizer(sgd)
+        require_equal(pipeline, model)
+        assert any(parameter.is_meta for parameter in pipeline.model.parameters())
+        output = pipeline.save_pretrained(FOLDER / f"{name}-trained", shard_bytes=30_000)
+    saved, report = kind.from_pretrained(output, output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(logits(saved), logits(model), rtol=1e-4, atol=1e-5)
+    assert (output / "tokenizer_config.json").read_text() == "{}"
+    assert len(list(output.glob("model-*.safetensors"))) > 2
+    assert not list(FOLDER.glob(".*.partial"))
+
+
+def tied_weights_and_split_backwards() -> None:
+    trained_and_saved("tied", schedule="adaptive")
+
+
+def merged_experts() -> None:
+    trained_and_saved("experts", schedule="1f1b")
+
+
+def adapters_beside_frozen_weights() -> None:
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with Pipeline.from_pretrained(
+        FOLDER / "experts", make_batch(), micro_batch_size=2, adapter=config, partition="2-3"
+    ) as pipeline:
+        counts: list[int] = []
+
+        def make(parameters: list[Any]) -> torch.optim.Optimizer:
+            counts.append(len(parameters))
+            return sgd(parameters)
+
+        pipeline.set_optimizer(make)
+        before = pipeline.save_pretrained(FOLDER / "adapters-before")
+        kind = transformers.AutoModelForCausalLM
+        model = peft.PeftModel.from_pretrained(
+            kind.from_pretrained(FOLDER / "experts"), str(before), is_trainable=True
+        )
+        require_equal(pipeline, model)
+        named = dict(pipeline.named_parameters())
+        trained = {name for name, parameter in named.items() if parameter.grad is not None}
+        assert trained == {name for name in named if "lora_" in name}
+        assert counts == [len(trained)]
+        after = pipeline.save_pretrained(FOLDER / "adapters-after")
+    saved = peft.PeftModel.from_pretrained(kind.from_pretrained(FOLDER / "experts"), str(after))
+    torch.testing.assert_close(logits(saved), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def memory_of_own_part_only() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Pipeline.from_pretrained(
+        FOLDER / "large", make_batch(), micro_batch_size=2, schedule="1f1b"
+    ) as pipeline:
+        used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in pipeline.parameters()]
+        assert used < sum(sizes) + max(sizes) + MOST_OVER_BYTES, (used, sum(sizes), max(sizes))
+
+
+def main() -> None:
+    done, error = [], ""
+    try:
+        for program in sys.argv[2:]:
+            globals()[program]()
+            done.append(program)
+    except Exception:
+        error = traceback.format_exc()
+    rank = os.environ["RANK"]
+    (FOLDER / f"{rank}.json").write_text(json.dumps({"done": done, "error": error}))
+    if error:
+        sys.exit(error)
+
+
+if __name__ == "__main__":
+    main()

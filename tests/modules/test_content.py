@@ -1,0 +1,259 @@
+"""Microbatches with shapes of their own: lengths, images of different numbers and sizes, none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules import Pipeline
+from megatron.adaptive.modules.recording import Forward, Forwards
+
+from .models import SHARED, knotty, make_batch, viewed, viewer
+
+VIEWER: dict[str, Any] = {
+    "shared_weights": [["words.weight", "head.weight"]],
+    "decisive_entries": ["sizes"],
+}
+SAMPLE = [viewed(2, 5, 1), viewed(0, 4, 2)]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Pipeline]]:
+    pipelines: list[Pipeline] = []
+    yield pipelines
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+def expected(
+    model: torch.nn.Module, microbatches: list[dict[str, torch.Tensor]], weights: list[float]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the whole model, without a pipeline."""
+    loss = sum(
+        weight / sum(weights) * model(**part)
+        for part, weight in zip(microbatches, weights, strict=True)
+    )
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+def require_equal(pipeline: Pipeline, gradients: dict[str, torch.Tensor]) -> None:
+    owned = {n: p.grad for n, p in pipeline.named_parameters() if p.grad is not None}
+    assert owned.keys() == gradients.keys()
+    for name, gradient in owned.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_microbatches_of_any_content_give_what_the_model_gives(
+    opened: list[Pipeline], split: bool
+) -> None:
+    pipeline = Pipeline(viewer(), SAMPLE, split_backward=split, **VIEWER)
+    opened.append(pipeline)
+    for seed, images in enumerate(([3, 0, 8, 1, 2], [0, 0, 4], [0])):
+        step = [viewed(count, 3 + 2 * count, 10 * seed + count) for count in images]
+        items = [float(part["ids"].shape[1] - 1) for part in step]
+        whole = viewer()
+        loss, gradients = expected(whole, step, items)
+        assert pipeline.step(step, num_items=items)[0] == pytest.approx(loss, rel=1e-5)
+        # A step without images gives the encoder no gradient, as in the model itself.
+        require_equal(pipeline, gradients)
+        whole.eval()
+        with torch.no_grad():
+            plain = sum(float(whole(**part)) for part in step) / len(step)
+        assert pipeline.eval(step) == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_dictionary_of_another_length_is_recorded(opened: list[Pipeline]) -> None:
+    pipeline = Pipeline(knotty(), make_batch(4), micro_batch_size=2, shared_weights=SHARED)
+    opened.append(pipeline)
+    for length in (7, 5, 3):
+        batch = make_batch(4, 9, length)
+        parts = [{n: t[start : start + 2] for n, t in batch.items()} for start in (0, 2)]
+        loss, gradients = expected(knotty(), parts, [1.0, 1.0])
+        assert pipeline.step(batch)[0] == pytest.approx(loss, rel=1e-5)
+        require_equal(pipeline, gradients)
+
+
+def test_equal_shapes_with_other_deciding_values_are_another_signature(
+    opened: list[Pipeline],
+) -> None:
+    first = viewed(2, 5, 1)
+    first["sizes"] = torch.tensor([1, 3])
+    first["patches"] = torch.randn(4, 6)
+    second = {**first, "sizes": torch.tensor([3, 1])}
+    pipeline = Pipeline(viewer(), [first], **VIEWER)
+    opened.append(pipeline)
+    losses = [float(viewer()(**part).detach()) for part in (first, second)]
+    assert losses[0] != pytest.approx(losses[1])
+    assert pipeline.eval([first, second]) == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_recordings_are_bounded_and_reported_once(
+    opened: list[Pipeline], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = Pipeline(viewer(), SAMPLE, max_recordings=2, **VIEWER)
+    opened.append(pipeline)
+    for _ in range(25):
+        pipeline.step([SAMPLE[1]])
+    assert capsys.readouterr().out == ""
+    for length in (6, 7, 8, 6, 7):
+        part = viewed(0, length)
+        assert pipeline.step([part])[0] == pytest.approx(float(viewer()(**part).detach()), rel=1e-5)
+    late, again = capsys.readouterr().out.splitlines()
+    assert late.startswith("step 26: recorded the model in ")
+    assert "no microbatch before had ids [1, 6]" in late
+    assert "more than 2 kinds of microbatches are in use: raise max_recordings" in again
+    assert len(pipeline._assembly.recordings._kept) == 2
+
+
+def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
+    with pytest.raises(ConfigError, match=r"cut point layer_cuts.0 is not passed"):
+        Pipeline(viewer(), [viewed(0, 4)], **VIEWER)
+    pipeline = Pipeline(viewer(), SAMPLE, **VIEWER)
+    opened.append(pipeline)
+    good: Any = viewed(0, 4)
+    for batch, message in (
+        (good, "sample_batch is a list of microbatches: give a list"),
+        ([], "batch is empty"),
+        ([{}], r"batch\[0\] is empty"),
+        ([good, good["ids"]], r"batch\[1\] is a Tensor"),
+        ([{**good, "patches": None}], r"batch\[0\]\['patches'\] is a NoneType: .* leave out"),
+        ([{"ids": good["ids"].int()}], "torch.int32, the sample_batch has torch.int64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pipeline.step(batch)
+    for items in ([1.0], [-1.0, 1.0], [float("nan"), 1.0], 3, ["x", 1]):
+        with pytest.raises(ConfigError, match="num_items .* 2 microbatches: give one number"):
+            pipeline.step([good, good], num_items=items)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_items is 0 for all"):
+        pipeline.step([good], num_items=[0])
+    for options, message in (
+        ({"micro_batch_size": 2}, "leave out micro_batch_size"),
+        ({"pipeline_size": "auto"}, "pipeline_size as a number"),
+        ({"max_recordings": 0}, "max_recordings 0"),
+        ({"decisive_entries": "sizes"}, "decisive_entries 'sizes': give a sequence"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Pipeline(viewer(), SAMPLE, **{**VIEWER, **options})
+
+
+class Branching(torch.nn.Module):
+    """Takes a branch by the value of an entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.square().mean() if way.item() else y.abs().mean()
+
+
+def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
+    x = torch.randn(2, 4)
+    batch: Any = [{"x": x, "way": torch.tensor(0)}, {"x": x, "way": torch.tensor(1)}]
+    with pytest.raises(ConfigError, match=r"test_content.py:\d+ .*item.* decisive_entries"):
+        Pipeline(Branching(), batch)
+    torch.manual_seed(1)
+    model = Branching()
+    losses = [float(model(**part).detach()) for part in batch]
+    opened.append(Pipeline(model, batch[:1], decisive_entries=["way"]))
+    assert opened[0].eval(batch) == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+class Looking(torch.nn.Module):
+    """Looks at a mask, if there is any, unless it is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None and not torch.compiler.is_exporting() and bool(mask.all()):
+            mask = None
+        y = self.layer(x)
+        return (y if mask is None else y * mask).square().mean()
+
+
+def test_later_recordings_are_made_as_that_of_the_sample() -> None:
+    """Because random numbers depend on the positions of calls, which depend on the method."""
+    forward = Forward(Looking())
+    x = torch.ones(2, 4)
+    way = Forwards.of(forward, {"x": x, "mask": x}, "auto").way
+    assert way == "trace"
+    assert Forwards.of(forward, {"x": x}, "auto").way == "record"
+    assert Forwards.of(forward, {"x": x}, "auto", way=way).way == way
+    assert Forwards.of(forward, {"x": x}, "auto", way="export").way == "export"
+
+
+def test_an_entry_that_no_stage_uses_is_told(
+    opened: list[Pipeline], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output
+
+    sample = {**make_batch(4), "weather": torch.ones(4)}
+    opened.append(Pipeline(knotty(), sample, micro_batch_size=2, loss=loss))
+    assert "no stage uses the batch entry weather" in capsys.readouterr().out
+
+
+def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None:
+    """Without cut points of its own, with a mask that its code looks at."""
+    transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(
+                num_hidden_layers=2, image_size=16, patch_size=8, projection_dim=16, **small
+            ),
+            text_config=transformers.LlamaConfig(num_hidden_layers=2, vocab_size=64, **small),
+            image_token_index=63,
+            vision_feature_layer=-1,
+        )
+    )
+
+    def microbatch(images: int, length: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(images)
+        ids = torch.randint(0, 60, (1, length + 4 * images), generator=generator)
+        ids[0, : 4 * images] = 63
+        part = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if images:
+            part["pixel_values"] = torch.randn(images, 3, 16, 16, generator=generator)
+        return part
+
+    step = [microbatch(images, 5 + images) for images in (3, 0, 8)]
+    whole = copy.deepcopy(model)
+    loss = torch.stack([whole(**part).loss / 3 for part in step]).sum()
+    loss.backward()
+    opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)]))
+    assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+
+
+def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """The encoder of images has no optimizer state in the first checkpoint."""
+    steps = [[viewed(0, 5), viewed(0, 6)], [viewed(2, 5)], [viewed(0, 5), viewed(1, 4)]]
+
+    def run(total: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses = []
+        with Pipeline(viewer(), SAMPLE, **VIEWER) as pipeline:
+            pipeline.set_optimizer(lambda owned: torch.optim.AdamW(owned, lr=0.1))
+            for step in pipeline.loop(total, folder=folder):
+                losses.append(pipeline.step(pipeline.share(steps[step]))[0])
+            return losses, {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+
+    losses, parameters = run(3, tmp_path / "whole")
+    parts = [run(total, tmp_path / "parts") for total in (1, 3)]
+    assert [*parts[0][0], *parts[1][0]] == losses
+    for name, parameter in parts[1][1].items():
+        torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=0)
