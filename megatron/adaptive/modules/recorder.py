@@ -117,7 +117,7 @@ class _Captured(TorchFunctionMode):
         return self._replaced.get(id(part), part)
 
 
-class _MappedFunction:
+class MappedFunction:
     """Runs ``torch.vmap`` of a function, with tensors that the function captured as arguments.
 
     Args:
@@ -324,10 +324,10 @@ class CallRecorder(TorchFunctionMode):
 
         self.is_inside = True
         try:
-            captured = _MappedFunction(run, options, modes).captures(is_known, args, kwargs)
+            captured = MappedFunction(run, options, modes).captures(is_known, args, kwargs)
         finally:
             self.is_inside = False
-        function = _MappedFunction(run, options, modes, captured)
+        function = MappedFunction(run, options, modes, captured)
         return self.note(function, (captured, *args), kwargs, function)
 
     def _write(
