@@ -54,6 +54,7 @@ ANY_NAMES = {
     "gpt/local_layers.py LocalNorm.__new__": "arguments of megatron-core's class",
     "gpt/local_layers.py VariedLayer.__init__": "arguments of megatron-core's class",
     "modules/pipeline.py Pipeline.from_pretrained": "arguments of Pipeline",
+    "modules/recorder.py MappedFunction.__call__": "arguments of the mapped function",
     "modules/batch.py require_whole": "settings to check, under the names in its message",
     "plugin/patch.py Seam.__call__": "arguments of megatron-core's function",
     "plugin/settings.py Settings.require": "settings of a model, which the user's program declares",

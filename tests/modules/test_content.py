@@ -46,9 +46,9 @@ def expected(
 
 
 def require_equal(pipeline: Pipeline, gradients: dict[str, torch.Tensor]) -> None:
-    found = {n: p.grad for n, p in pipeline.named_parameters() if p.grad is not None}
-    assert found.keys() == gradients.keys()
-    for name, gradient in found.items():
+    owned = {n: p.grad for n, p in pipeline.named_parameters() if p.grad is not None}
+    assert owned.keys() == gradients.keys()
+    for name, gradient in owned.items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
 
 
@@ -121,7 +121,7 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
     pipeline = Pipeline(viewer(), SAMPLE, **VIEWER)
     opened.append(pipeline)
     good: Any = viewed(0, 4)
-    for batch, words in (
+    for batch, message in (
         (good, "sample_batch is a list of microbatches: give a list"),
         ([], "batch is empty"),
         ([{}], r"batch\[0\] is empty"),
@@ -129,20 +129,20 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
         ([{**good, "patches": None}], r"batch\[0\]\['patches'\] is a NoneType: .* leave out"),
         ([{"ids": good["ids"].int()}], "torch.int32, the sample_batch has torch.int64"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             pipeline.step(batch)
     for items in ([1.0], [-1.0, 1.0], [float("nan"), 1.0], 3, ["x", 1]):
         with pytest.raises(ConfigError, match="num_items .* 2 microbatches: give one number"):
             pipeline.step([good, good], num_items=items)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_items is 0 for all"):
         pipeline.step([good], num_items=[0])
-    for options, words in (
+    for options, message in (
         ({"micro_batch_size": 2}, "leave out micro_batch_size"),
         ({"pipeline_size": "auto"}, "pipeline_size as a number"),
         ({"max_recordings": 0}, "max_recordings 0"),
         ({"decisive_entries": "sizes"}, "decisive_entries 'sizes': give a sequence"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             Pipeline(viewer(), SAMPLE, **{**VIEWER, **options})
 
 

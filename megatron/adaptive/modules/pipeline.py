@@ -79,7 +79,7 @@ class _Work:
     @property
     def sizes(self) -> list[float] | None:
         """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
-        sizes = [float(max(1, one.activation_bytes)) for one in self.programs]
+        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
         return None if len(set(sizes)) == 1 else sizes
 
 
@@ -601,7 +601,7 @@ class Pipeline:
         """
         forward_only = scale is None
         executor = self._wiring.executor
-        programs = [one.programs(forward_only=forward_only) for one in work.programs]
+        programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]
         count = len(programs)
         self._random.begin(step, count, dealt_over=self.replicas if work.is_listed else 0)
         stages = ProgramStages(
@@ -613,7 +613,7 @@ class Pipeline:
             random=self._random,
             held=self._assembly.held,
             device=self.device,
-            meters=[one.meter for one in work.programs],
+            meters=[chunks.meter for chunks in work.programs],
             stores=self._stores,
             scale=1.0 if scale is None else scale,
             loss_weights=work.weights,

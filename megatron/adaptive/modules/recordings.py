@@ -126,8 +126,8 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
-        known = [name for name in cuts if name in tape.cuts]
-        if known != tape.cuts:
+        in_order = [name for name in cuts if name in tape.cuts]
+        if in_order != tape.cuts:
             raise ConfigError(
                 f"a microbatch passes the cut points {', '.join(tape.cuts)}, the sample "
                 f"{', '.join(cuts)}: each microbatch must pass them in the same order, but may "
@@ -139,14 +139,14 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         current = 0
         for call in tape.calls:
             low = max(current, lows[call.segment])
-            wanted = (
+            segments = (
                 segment
                 for read in call.reads
                 if tape.values[read].source == "parameter"
                 for segment in homes.get(tape.values[read].name, ())
                 if low <= segment <= highs[call.segment]
             )
-            current = call.segment = min(wanted, default=low)
+            current = call.segment = min(segments, default=low)
         tape.cuts = list(cuts)
 
 
