@@ -18,6 +18,7 @@ from typing import Any, Literal
 import psutil
 
 from megatron.adaptive import extension
+from megatron.adaptive.cli import probe
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.inventory import rdma_ports, resolve, why_no_gpu_use
@@ -31,15 +32,16 @@ from megatron.adaptive.planner.discover_cluster import describe_node
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks this node and prints the findings.
+    """Checks this node, or all ranks of a job with ``--probe``, and prints the findings.
 
     Returns:
-        1 if something is missing that a run needs, else 0.
+        1 if something is missing that a run needs, or if the probe found an outlier, else 0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",
         description="Check this node. With --master-addr also check the connection between two"
-        " nodes: start it on both with the address of one of them.",
+        " nodes: start it on both with the address of one of them. With --probe measure all ranks"
+        " of a job.",
     )
     add = parser.add_argument
     add("--master-addr", help="address of one of the two nodes")
@@ -52,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
     add("--json", action="store_true", help="print the findings as JSON")
+    probe.add_arguments(parser)
     options = parser.parse_args(argv)
+    if options.probe:
+        return probe.probe(options, argv)
     checks = check_node(options.master_port)
     if options.master_addr is not None:
         address = resolve(options.master_addr)

@@ -64,6 +64,7 @@ KINDS = (
     "checkpoint",
     "step",
     "collective",
+    "probe",
 )
 """Kinds of span. A span's line contains the kind's index in this list."""
 
