@@ -28,8 +28,9 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.profiling.action_timing import now
-from megatron.adaptive.profiling.links import Rounds, measure_link
+from megatron.adaptive.profiling.check_job import CheckJob
+from megatron.adaptive.profiling.links import Rounds, make_connector, measure_link
 from megatron.adaptive.profiling.probe_findings import (
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -60,8 +64,7 @@ from megatron.adaptive.profiling.probe_findings import (
     better_of,
     find_outliers,
 )
-from megatron.adaptive.profiling.probe_layout import EXPERT, Ranks, batches
-from megatron.adaptive.profiling.turns import Turns
+from megatron.adaptive.profiling.probe_layout import EXPERT, ProbeLayout, Ranks, batches
 from megatron.adaptive.transport.interface import Transport
 
 _CPU_WIDTH = 384
@@ -74,15 +77,14 @@ _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
 _FILE_BYTES = 16 << 20
 _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
-MOST_IN_FLIGHT = 8
-"""Maximum number of messages of a probe on their way in one direction."""
+_MOST_IN_FLIGHT = 8  # messages on their way in one direction
 _WAIT_S = 10.0
 _CONFIRMATIONS = 3
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
-def message_bytes(accelerator: Accelerator) -> int:
+def _message_bytes(accelerator: Accelerator) -> int:
     """Returns the size in bytes of the largest message that a probe sends."""
     return _LARGE_BYTES[accelerator.device.type]
 
@@ -328,7 +330,7 @@ class Probe:
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
-        sizes = {SMALL_MESSAGE: _SMALL_BYTES, LARGE_MESSAGE: message_bytes(accelerator)}
+        sizes = {SMALL_MESSAGE: _SMALL_BYTES, LARGE_MESSAGE: _message_bytes(accelerator)}
         return {
             measure: torch.zeros(size, dtype=torch.uint8, device=accelerator.device)
             for measure, size in sizes.items()
@@ -377,6 +379,160 @@ class Probe:
             Figure(measure=measure, ranks=ranks, peers="folder", value=_FILE_BYTES / seconds)
             for measure, seconds in zip((WRITE, READ), taken, strict=True)
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Selects what to probe.
+
+    Attributes:
+        layout: Parallel sizes of the job.
+        transport: Transport settings given by the user.
+        folder: Checkpoint folder to write to, ``None`` for none.
+        seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+        timeout: Maximum time to wait until all ranks have met.
+    """
+
+    layout: ProbeLayout
+    transport: TransportConfig
+    folder: Path | None
+    seconds: float
+    timeout: timedelta
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobReport:
+    """Holds the result of probing a job.
+
+    Attributes:
+        report: Figures and outliers.
+        hosts: Host name of each global rank.
+    """
+
+    report: ProbeReport
+    hosts: list[str]
+
+
+def probe_job(
+    options: ProbeOptions, environment: Environment, show: Callable[[JobReport], None]
+) -> JobReport:
+    """Connects all ranks, probes them, and disconnects. Collective over all ranks.
+
+    Args:
+        options: Selection of what to probe; equal on all ranks.
+        environment: Rank of this process, number of ranks, and address where ranks meet.
+        show: Function that rank 0 calls with the result before ranks disconnect. A launcher may end
+            all ranks as soon as one has ended with another status than 0.
+
+    Raises:
+        SetupError: A pair of ranks cannot use the transport that the user forced.
+        TransportError: The ranks could not find each other, or a rank has ended.
+    """
+    if environment.omp_num_threads is None:
+        torch.set_num_threads(1)
+    checked = CheckJob(environment, options.timeout)
+    job = checked.job
+    transport = None
+    links = options.layout.links()
+    if links:
+        size = options.transport.transport_slot_bytes or _message_bytes(job.accelerator)
+        settings = replace(options.transport, transport_slot_bytes=size)
+        connector = make_connector(job, in_flight=_MOST_IN_FLIGHT)
+        endpoint = connector.own_end(job.places, settings, environment.master_addr)
+        peers = [sum(link) - job.rank for link in links if job.rank in link]
+        transport = connector.connect(endpoint, peers, settings)
+    try:
+        probe = Probe(
+            job,
+            "probe",
+            transport=transport,
+            groups=_make_groups(options.layout, job.rank),
+            folder=options.folder,
+            seconds=options.seconds,
+        )
+        hosts = [str(location["host"]) for location in job.places]
+        result = JobReport(report=probe.run(), hosts=hosts)
+        if job.is_first:
+            show(result)
+    finally:
+        if transport is not None:
+            transport.close()
+    checked.close()
+    return result
+
+
+def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
+    """Makes the process groups of a layout, and returns those of this rank. Collective."""
+    made: dict[str, ProbedGroup] = {}
+    for kind, groups in layout.groups().items():
+        for ranks in groups:
+            group: Any = dist.new_group(list(ranks))
+            if rank in ranks:
+                made[kind] = ProbedGroup(ranks=ranks, group=group)
+    return made
+
+
+class Turns:
+    """Lets ranks measure in turns, while the others sleep.
+
+    A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
+    takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next
+    turn, through the key-value store of the job::
+
+        turn 0      ranks 0, 1    each adds 1 to "0/done"; the one that makes it 2 sets "1/go"
+        turn 1      ranks 2, 3    wait for "1/go", ...
+
+    All ranks must make it, and call :meth:`each` equally often.
+
+    Args:
+        job: Environment of this process.
+        name: Name of this series of turns, unique in the job.
+    """
+
+    def __init__(self, job: Job, name: str) -> None:
+        default: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(name, default)
+        self._job = job
+        self._series = 0
+
+    def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
+        """Iterates over this rank's subjects, when it is their turn.
+
+        The turn of a subject ends when the caller asks for the next one, which it must always do.
+
+        Args:
+            batches: Subjects of each turn, with no rank in common; equal on all ranks.
+        """
+        self._series += 1
+        for number, batch in enumerate(batches):
+            for ranks in batch:
+                if self._job.rank in ranks:
+                    if number:
+                        self._store.wait([self._key(number, "go")], self._job.timeout)
+                    yield ranks
+                    self._end(number, sum(map(len, batch)))
+
+    def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
+        """Deletes the keys of the last series; the caller knows that all its turns have ended."""
+        if self._job.is_first:
+            for number in range(len(batches)):
+                self._store.delete_key(self._key(number, "done"))
+                self._store.delete_key(self._key(number + 1, "go"))
+
+    def note(self, text: str) -> None:
+        """Makes :meth:`is_noted` true on all ranks, in later turns."""
+        self._store.set(f"noted/{text}", "")
+
+    def is_noted(self, text: str) -> bool:
+        """Returns whether some rank has called :meth:`note` with this text in an earlier turn."""
+        return bool(self._store.check([f"noted/{text}"]))
+
+    def _end(self, number: int, count: int) -> None:
+        if self._store.add(self._key(number, "done"), 1) == count:
+            self._store.set(self._key(number + 1, "go"), "")
+
+    def _key(self, number: int, event: str) -> str:
+        return f"{self._series}/{number}/{event}"
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:

@@ -37,6 +37,7 @@ READ = "read from the checkpoint folder"
 _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
+_FEW = 100
 _SLOW_RANK = "look there for other programs, quotas, heat and power limits, or leave the node out"
 _SLOW_LINK = "check its cables, interfaces and counters of lost packets, or leave the node out"
 _SLOW_DISK = "check the mount of the folder there, and what else uses the disk"
@@ -80,7 +81,6 @@ MEASURES: Mapping[str, Measure] = {
 
 _OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
 _OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
-_OF_FOLDER = (WRITE, READ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,23 +159,39 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
     """Returns the outliers among the figures of a probe, worst first within each quantity.
 
-    A slow rank also slows its links and groups, and a slow link its groups. These are not listed.
+    A slow rank also slows its links and groups, and a slow link its groups. These are neither
+    outliers, nor are others compared with them.
 
     Args:
         figures: Figures of all subjects.
         hosts: Host name of each global rank.
     """
+    of_ranks = [f for f in figures if len(f.ranks) == 1]
+    outliers = _of_all(of_ranks, hosts)
+    slow_ranks = {o.ranks[0] for o in outliers if o.measure in _OF_RANK}
+    shared = [f for f in figures if len(f.ranks) > 1 and slow_ranks.isdisjoint(f.ranks)]
+    slow_links = _of_all([f for f in shared if f.measure in _OF_LINK], hosts)
+    pairs = [set(outlier.ranks) for outlier in slow_links]
+    groups = [
+        f
+        for f in shared
+        if f.measure not in _OF_LINK and not any(pair <= set(f.ranks) for pair in pairs)
+    ]
+    return [*outliers, *slow_links, *_of_all(groups, hosts)]
+
+
+def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
+    """Returns the outliers among figures of several classes."""
     classes: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         classes.setdefault((figure.measure, figure.peers), []).append(figure)
-    outliers = [
+    return [
         outlier
         for name in MEASURES
         for (measure, _), members in classes.items()
         if measure == name
         for outlier in _of_class(members, hosts)
     ]
-    return _without_consequences(outliers)
 
 
 def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
@@ -187,14 +203,12 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
     measure = MEASURES[valid[0].measure]
     values = [figure.value for figure in valid]
     times = values if measure.is_time else [1 / max(value, _LEAST) for value in values]
-    middle_s = statistics.median(times)
-    usual_s = _OF_NORMAL * statistics.median(abs(time_s - middle_s) for time_s in times)
     slow = []
     for index, figure in enumerate(valid):
         median = _median_without(values, index)
         ratio = _times_slower(figure.value, median, measure)
-        is_far = len(times) < 3 or times[index] - middle_s > _DEVIATIONS * usual_s
-        if ratio >= measure.least_factor and is_far:
+        is_far = ratio >= measure.least_factor and _is_far(times, index)
+        if is_far:
             slow.append((ratio, _outlier(figure, median, ratio, hosts, is_against_sheet=False)))
         elif figure.sheet and figure.value < measure.least_sheet * figure.sheet:
             ratio = _times_slower(figure.value, figure.sheet, measure)
@@ -203,6 +217,18 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
             )
     slow.sort(key=lambda entry: entry[0], reverse=True)
     return outliers + [outlier for _, outlier in slow]
+
+
+def _is_far(times: Sequence[float], index: int) -> bool:
+    """Returns whether a time exceeds the others by more than they differ from each other."""
+    others = times
+    if len(times) <= _FEW:
+        others = [time_s for number, time_s in enumerate(times) if number != index]
+    if len(others) < 2:
+        return True
+    middle_s = statistics.median(others)
+    usual_s = _OF_NORMAL * statistics.median(abs(time_s - middle_s) for time_s in others)
+    return times[index] - middle_s > _DEVIATIONS * usual_s
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
@@ -273,22 +299,3 @@ def _failed(figure: Figure, hosts: Sequence[str]) -> Outlier:
         text=f"{_name(figure.ranks, hosts)}: {figure.measure} failed: {figure.error}",
         remedy=measure.remedy,
     )
-
-
-def _without_consequences(outliers: Sequence[Outlier]) -> list[Outlier]:
-    """Leaves out links and groups that are slow because of a rank or link that is an outlier."""
-    slow_ranks = {o.ranks[0] for o in outliers if o.measure in _OF_RANK}
-    slow_links = [
-        set(o.ranks) for o in outliers if o.measure in _OF_LINK and slow_ranks.isdisjoint(o.ranks)
-    ]
-    kept = []
-    for outlier in outliers:
-        is_own = outlier.measure in _OF_RANK or outlier.measure in _OF_FOLDER
-        is_own = is_own or len(outlier.ranks) == 1
-        if not is_own and not slow_ranks.isdisjoint(outlier.ranks):
-            continue
-        is_group = len(outlier.ranks) > 1 and outlier.measure not in _OF_LINK
-        if is_group and any(link <= set(outlier.ranks) for link in slow_links):
-            continue
-        kept.append(outlier)
-    return kept
