@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.adaptive.cli import doctor
+from megatron.adaptive.errors import ConfigError
+
 from ..multiprocess.launch import Ranks, tail
 
 RANKS = int(os.environ.get("PROBE_RANKS", "6"))
@@ -117,3 +120,10 @@ def test_sizes_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
         ranks.kill()
     assert 2 in ended
     assert "error: 2 ranks do not divide by tensor 4 x context 1" in log.read_text()
+
+
+def test_wrong_sizes_are_reported_before_processes_start() -> None:
+    with pytest.raises(ConfigError, match="3 ranks do not divide by tensor 2"):
+        doctor.main("--probe --processes 3 --tensor-model-parallel-size 2".split())
+    with pytest.raises(ConfigError, match="a single rank has none to compare with"):
+        doctor.main("--probe --processes 1".split())

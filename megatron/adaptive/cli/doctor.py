@@ -41,6 +41,7 @@ from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.network import interface_of, is_loopback, own_address
 from megatron.adaptive.planner.discover_cluster import describe_node
+from megatron.adaptive.profiling.probe_layout import ProbeLayout
 
 if TYPE_CHECKING:
     from megatron.adaptive.profiling.probe import JobReport
@@ -433,25 +434,13 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
     environment = Environment.read()
     if not environment.is_launched:
         count = options.processes or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 2
+        _probe_layout(options, count)  # Report wrong sizes once, before any process starts.
         shape = ["--standalone", "--nproc-per-node", str(count), "-m"]
         return launch.main([*shape, "megatron.adaptive", "doctor", *argv])
     from megatron.adaptive.profiling.probe import ProbeOptions, probe_job
-    from megatron.adaptive.profiling.probe_layout import ProbeLayout
 
+    layout = _probe_layout(options, environment.world_size)
     values = vars(options)
-    if environment.world_size < 2:
-        raise ConfigError("doctor --probe: a single rank has none to compare with; start two")
-    sizes = {name: values[name] for name in _SIZES if name in values}
-    # Without a layout, a pipeline of all ranks measures a link of every rank.
-    sizes = sizes or {"pipeline_model_parallel_size": environment.world_size}
-    layout = ProbeLayout(
-        world_size=environment.world_size,
-        tensor=sizes.get("tensor_model_parallel_size", 1),
-        context=sizes.get("context_parallel_size", 1),
-        expert=sizes.get("expert_model_parallel_size", 1),
-        pipeline=sizes.get("pipeline_model_parallel_size", 1),
-        chunks=sizes.get("num_virtual_stages_per_pipeline_rank", 1),
-    )
     names = {spec.dest for spec in fields_of(TransportConfig)} & values.keys()
     result = probe_job(
         ProbeOptions(
@@ -465,6 +454,27 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
         show=partial(_print_probe, as_json=options.json),
     )
     return int(bool(result.report.outliers))
+
+
+def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
+    """Returns the layout to probe.
+
+    Raises:
+        ConfigError: The sizes do not suit the number of ranks, or there is a single rank.
+    """
+    if world_size < 2:
+        raise ConfigError("doctor --probe: a single rank has none to compare with; start two")
+    sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
+    # Without a layout, a pipeline of all ranks measures a link of every rank.
+    sizes = sizes or {"pipeline_model_parallel_size": world_size}
+    return ProbeLayout(
+        world_size=world_size,
+        tensor=sizes.get("tensor_model_parallel_size", 1),
+        context=sizes.get("context_parallel_size", 1),
+        expert=sizes.get("expert_model_parallel_size", 1),
+        pipeline=sizes.get("pipeline_model_parallel_size", 1),
+        chunks=sizes.get("num_virtual_stages_per_pipeline_rank", 1),
+    )
 
 
 def _print_probe(result: JobReport, *, as_json: bool) -> None:

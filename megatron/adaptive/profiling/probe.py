@@ -70,7 +70,8 @@ from megatron.adaptive.transport.interface import Transport
 _CPU_WIDTH = 384
 _GPU_WIDTH = 4096
 _CPU_BYTES = 16 << 20
-_GPU_BYTES = 256 << 20
+_GPU_BYTES = 128 << 20
+_COPIED_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
 _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
@@ -269,9 +270,11 @@ class Probe:
             speed = 0.0 if gpu is None or shared else gpu.memory_bytes_per_s
             add(MEMORY, 2.0 * size, lambda: target.copy_(source), speed)  # reads and writes
             if device.type == "cuda":
-                host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-                add(TO_DEVICE, float(size), lambda: target.copy_(host, non_blocking=True))
-                add(FROM_DEVICE, float(size), lambda: host.copy_(target, non_blocking=True))
+                # torch keeps pinned memory for later tensors, so do not take much of it.
+                host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+                part = target[:_COPIED_BYTES]
+                add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
+                add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
         except torch.cuda.OutOfMemoryError:
             return figures  # during training a GPU may have no room for the rest
         if clock_hz:
@@ -563,8 +566,9 @@ def _clock_hz(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
-        except (RuntimeError, ModuleNotFoundError):
-            return 0.0, 0.0  # torch asks NVML, whose Python package is optional
+        except Exception:
+            # torch asks NVML, whose package is optional, and which raises errors of its own kind.
+            return 0.0, 0.0
     try:
         cpu = min(os.sched_getaffinity(0))
         folder = _CPU_FOLDER / f"cpu{cpu}" / "cpufreq"
