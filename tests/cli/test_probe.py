@@ -26,15 +26,15 @@ FAST = ("--seconds", "0.05")
 
 @contextmanager
 def often_stopped(process: psutil.Process) -> Iterator[None]:
-    """Lets a process run for a tenth of the time only."""
+    """Lets a process run for a twentieth of the time only."""
     ends = threading.Event()
 
     def run() -> None:
         while not ends.is_set():
             process.suspend()
-            ends.wait(0.03)
+            ends.wait(0.04)
             process.resume()
-            ends.wait(0.003)
+            ends.wait(0.002)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -64,6 +64,7 @@ def probe(tmp_path: Path, *flags: str, slow_rank: int = -1, **variables: str) ->
     return max(ended), json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_slow_link_and_a_slow_rank_are_named(tmp_path: Path) -> None:
     numbers = random.Random(f"{RANKS}")
