@@ -117,6 +117,9 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
             "trace whatif", "trace.what_if_run", "how much faster a run would be without a fault"
         ),
         Subcommand("trace diff", "trace.compare", "what became slower from one run to another"),
+        Subcommand(
+            "trace export", "trace_export.main", "write or send a run's spans as OpenTelemetry"
+        ),
         Subcommand("trace import", "trace.import_run", "read the traces of another program"),
         Subcommand(
             "trace process",

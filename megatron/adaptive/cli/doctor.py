@@ -1,7 +1,14 @@
-"""Checks whether a node is ready for a run, and suggests fixes for problems."""
+"""Checks whether a node is ready for a run, and suggests fixes for problems.
+
+With ``--probe`` it measures all ranks of a job, and names the slow ones::
+
+    python -m megatron.adaptive doctor --probe                        processes on this machine
+    job launch --nnodes 2 ... -m megatron.adaptive doctor --probe     all processes of all nodes
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -13,33 +20,44 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from megatron.adaptive import extension
+from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.inventory import rdma_ports, resolve, why_no_gpu_use
+from megatron.adaptive.cluster.inventory import count_gpus, rdma_ports, resolve, why_no_gpu_use
 from megatron.adaptive.cluster.node_processes import check_port
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.core_copies import core_version, shadowed_copies
-from megatron.adaptive.config.environment import job_secret
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.config.environment import Environment, job_secret
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.network import interface_of, is_loopback, own_address
 from megatron.adaptive.planner.discover_cluster import describe_node
+from megatron.adaptive.profiling.probe_layout import ProbeLayout
+
+if TYPE_CHECKING:
+    from megatron.adaptive.profiling.probe import JobReport
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks this node and prints the findings.
+    """Checks this node, or all ranks of a job with ``--probe``, and prints the findings.
 
     Returns:
-        1 if something is missing that a run needs, else 0.
+        1 if something is missing that a run needs, or if the probe found an outlier, else 0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",
         description="Check this node. With --master-addr also check the connection between two"
-        " nodes: start it on both with the address of one of them.",
+        " nodes: start it on both with the address of one of them. With --probe measure all ranks"
+        " of a job.",
     )
     add = parser.add_argument
     add("--master-addr", help="address of one of the two nodes")
@@ -52,7 +70,10 @@ def main(argv: Sequence[str]) -> int:
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
     add("--json", action="store_true", help="print the findings as JSON")
+    _add_probe_arguments(parser)
     options = parser.parse_args(argv)
+    if options.probe:
+        return _probe(options, argv)
     checks = check_node(options.master_port)
     if options.master_addr is not None:
         address = resolve(options.master_addr)
@@ -83,6 +104,16 @@ _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
 _PURPOSE = "doctor"
+_MEETING_S = 120.0
+_PROBE_S = 0.05
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+"""Names of the trainer's settings that give the layout to probe."""
 # Default secret, known to everybody. The check starts no programs and changes nothing, so it needs
 # no real secret that users would have to copy between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
@@ -366,3 +397,104 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         ),
         _check("clocks", text, mend),
     ]
+
+
+def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of ``--probe`` to the parser of ``doctor``."""
+    group = parser.add_argument_group(
+        "probe of a job, before training",
+        "measures ranks, links and groups of ranks, and compares each with the others and with the"
+        " GPU's data sheet; start it on all nodes like training, by job launch or torchrun",
+    )
+    add = group.add_argument
+    add("--probe", action="store_true", help="probe all ranks; status 1 if one is an outlier")
+    text = "processes to start here if no launcher has started this one; default: one per GPU, or 2"
+    add("--processes", type=number(int, 1, 4096), help=text)
+    add("--save", type=Path, metavar="DIR", help="checkpoint folder, to measure it too")
+    text = f"seconds of each measurement of a rank ({_PROBE_S:g})"
+    add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
+    for spec in fields_of(ParallelConfig):
+        if spec.dest in _SIZES:
+            group.add_argument(*spec.names, **spec.options())
+    transport = parser.add_argument_group("transport of the probe, as in training")
+    for spec in fields_of(TransportConfig):
+        transport.add_argument(*spec.names, **spec.options())
+
+
+def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Probes all ranks as one of them; rank 0 prints the outliers.
+
+    Args:
+        options: Parsed flags of ``doctor``.
+        argv: The same flags as they were given, for processes that are started here.
+
+    Returns:
+        1 if a rank, link or group is an outlier or did not answer, else 0.
+    """
+    environment = Environment.read()
+    if not environment.is_launched:
+        count = options.processes or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 2
+        _probe_layout(options, count)  # Report wrong sizes once, before any process starts.
+        shape = ["--standalone", "--nproc-per-node", str(count), "-m"]
+        return launch.main([*shape, "megatron.adaptive", "doctor", *argv])
+    from megatron.adaptive.profiling.probe import ProbeOptions, probe_job
+
+    layout = _probe_layout(options, environment.world_size)
+    values = vars(options)
+    names = {spec.dest for spec in fields_of(TransportConfig)} & values.keys()
+    result = probe_job(
+        ProbeOptions(
+            layout=layout,
+            transport=TransportConfig(**{name: values[name] for name in names}),
+            folder=options.save,
+            seconds=options.seconds,
+            timeout=timedelta(seconds=_MEETING_S),
+        ),
+        environment,
+        show=partial(_print_probe, as_json=options.json),
+    )
+    return int(bool(result.report.outliers))
+
+
+def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
+    """Returns the layout to probe.
+
+    Raises:
+        ConfigError: The sizes do not suit the number of ranks, or there is a single rank.
+    """
+    if world_size < 2:
+        raise ConfigError("doctor --probe: a single rank has none to compare with; start two")
+    sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
+    # Without a layout, a pipeline of all ranks measures a link of every rank.
+    sizes = sizes or {"pipeline_model_parallel_size": world_size}
+    return ProbeLayout(
+        world_size=world_size,
+        tensor=sizes.get("tensor_model_parallel_size", 1),
+        context=sizes.get("context_parallel_size", 1),
+        expert=sizes.get("expert_model_parallel_size", 1),
+        pipeline=sizes.get("pipeline_model_parallel_size", 1),
+        chunks=sizes.get("num_virtual_stages_per_pipeline_rank", 1),
+    )
+
+
+def _print_probe(result: JobReport, *, as_json: bool) -> None:
+    report = result.report
+    if as_json:
+        content = {
+            "hosts": result.hosts,
+            "seconds": round(report.seconds, 3),
+            "figures": [asdict(figure) for figure in report.figures],
+            "outliers": [asdict(outlier) for outlier in report.outliers],
+        }
+        print(json.dumps(content, indent=2))
+        return
+    for outlier in report.outliers:
+        show(f"{outlier.text}: {outlier.remedy}")
+    count = len(report.outliers)
+    outcome = "no outlier" if not count else f"{count} outlier{'s' if count > 1 else ''}"
+    nodes = len(set(result.hosts))
+    show(
+        f"{outcome}: {len(report.figures)} figures of {len(result.hosts)} ranks on {nodes} "
+        f"node{'s' if nodes > 1 else ''} in {report.seconds:.1f} s",
+        file=sys.stderr if count else None,
+    )

@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
-from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS
+from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, LayerFigures, layer_figures
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step_view import pipeline_step
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Lengths, Span
@@ -48,6 +48,7 @@ from megatron.adaptive.trace.views.view import (
 
 _TRACE = f"{PROGRAM} trace"
 _Iterations = tuple[int, ...] | None
+_LAYER_COLUMNS = ("layer", "pipeline rank", "forward", "backward", "of a step", "slowest rank")
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
 
@@ -417,6 +418,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
             for pp_rank, rank_figures in step.figures.items()
         ],
         **_experts(run, step.iteration),
+        **_layers(run, step.iteration),
         "missing": step.missing,
         "lengths": step.lengths,
         "run": run.run,
@@ -443,6 +445,32 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
             tokens.setdefault(layer, Counter()).update(dict(enumerate(counts, first)))
     layers = {layer: dict(sorted(counter.items())) for layer, counter in sorted(tokens.items())}
     return {"experts": {"tokens": layers, "exchange_ms": exchange_ms}} if layers else {}
+
+
+def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
+    """Returns the times of each layer in an iteration, empty if the trace has none."""
+    figures = layer_figures(run, iteration)
+    return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
+
+
+def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
+    """Returns a table of the layers as lines of text, empty without layers."""
+    if not figures:
+        return []
+    rows = [_LAYER_COLUMNS]
+    for figure in figures:
+        whole_ms = figure.forward_ms + figure.backward_ms
+        rows.append(
+            (
+                str(figure.layer),
+                str(figure.pp_rank),
+                f"{figure.forward_ms:.2f} ms",
+                f"{figure.backward_ms:.2f} ms",
+                f"{whole_ms / max(step_ms, 1e-9):.1%}",
+                f"{figure.slowest_rank}: {figure.slowest_ms:.2f} ms",
+            )
+        )
+    return ["", *aligned(rows, 0)]
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
@@ -504,6 +532,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
         lines.append(_over_iterations(selection))
     if "experts" in report:
         lines += _expert_lines(report["experts"], report["step_ms"])
+    lines += _layer_lines(layer_figures(run, step.iteration), report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
 

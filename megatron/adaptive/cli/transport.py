@@ -99,9 +99,10 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         raise ConfigError("transport: a single rank has no peer; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
-    check.close()
+    # A launcher ends all ranks as soon as one has failed, so print before another rank can end.
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
+    check.close()
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
     return _EXIT_CHOSEN_FAILED if bad else 0
 

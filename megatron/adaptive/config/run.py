@@ -37,6 +37,12 @@ class RunConfig:
     manual_gc_interval: Natural = flag(
         "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
     )
+    probe_interval: Natural = flag(
+        "Iterations between two probes of ranks, links and groups, as by doctor --probe; a probe "
+        "that would take more than 1% of the time since the last one is left out; 0 for none.",
+        0,
+        unit="ITERATIONS",
+    )
     profile: bool = switch(
         "Profile the iterations from --profile-step-start to --profile-step-end."
     )

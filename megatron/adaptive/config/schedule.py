@@ -338,6 +338,12 @@ class ScheduleConfig:
     trace_iterations: Iterations | None = flag(
         "Stop tracing after this number of traced iterations.", derived="no limit"
     )
+    trace_detail: str = flag(
+        "With --trace-dir: measure only actions in traced iterations, or also the forward and "
+        "backward of each transformer layer (layers).",
+        "actions",
+        choices=("actions", "layers"),
+    )
     diagnose_interval: Natural = flag(
         "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
         "is reported once; 0 for never.",

@@ -42,6 +42,7 @@ from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
 if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
     from megatron.adaptive.engine.expert_load import ExpertLoad
+    from megatron.adaptive.engine.layer_meter import LayerMeter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -85,6 +86,7 @@ class Tracing:
     Attributes:
         experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
             uses it.
+        layers: Meter of the times of this rank's layers; ``None`` if they are not measured.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
+        self.layers: LayerMeter | None = None
         self._traced: _Iteration | None = None  # the current iteration if it is traced.
         self._iteration = _Iteration()  # the current or last iteration, traced or not.
         self._doing = ""
@@ -141,6 +144,8 @@ class Tracing:
         is_traced = is_traced and self.recorder is not None
         if self.experts is not None:
             self.experts.begin(is_traced=is_traced)
+        if self.layers is not None:
+            self.layers.begin(is_traced=is_traced)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
@@ -162,6 +167,8 @@ class Tracing:
             self._resolve()
             if self.experts is not None and (tokens := self.experts.tokens()):
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
+            if self.layers is not None:
+                self.recorder.add_layers(self.layers.rows())
             if self._counters is not None:
                 self.recorder.add_machine(self._counters.end())
         self.recorder.end_iteration()

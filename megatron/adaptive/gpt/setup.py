@@ -34,6 +34,7 @@ from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.expert_load import measured_experts
+from megatron.adaptive.engine.layer_meter import LayerMeter
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.schedule_record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.stages import ForwardBackward
@@ -281,6 +282,8 @@ def _start_trace(
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
+    if schedule.trace_dir is not None and schedule.trace_detail == "layers":
+        tracing.layers = LayerMeter(chunks, job.accelerator.clock())
     return tracing
 
 

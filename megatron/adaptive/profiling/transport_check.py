@@ -14,18 +14,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron.adaptive.accelerator import agree_on_sharing, detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
-from megatron.adaptive.engine.process_context import Job, gather
-from megatron.adaptive.engine.rendezvous import MeetingError, meet, no_rendezvous
+from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import SetupError, TransportError
+from megatron.adaptive.profiling.check_job import CheckJob
 from megatron.adaptive.profiling.links import NO_STEP, Rounds, make_connector, measure_link, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
-from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.select import Choice, choose, why_not
 
 _LIMIT_S = 30.0
@@ -55,31 +52,8 @@ class TransportCheck:
     ) -> None:
         self._options = options
         self.rank = environment.rank
-        if environment.master_port is None:
-            raise SetupError("no address for the rendezvous: start the ranks with torchrun")
-        try:
-            self._store = meet(environment, timeout)
-        except (dist.DistError, MeetingError, ValueError) as error:
-            raise no_rendezvous(environment, error) from error
-        accelerator = agree_on_sharing(
-            detect(environment.local_rank),
-            self._store,
-            rank=environment.rank,
-            world_size=environment.world_size,
-        )
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("group", self._store),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-        )
-        self._job = Job(
-            environment=environment,
-            accelerator=accelerator,
-            control_group=dist.group.WORLD,
-            places=gather(here(0)),
-        )
+        self._check_job = CheckJob(environment, timeout, backend="gloo")
+        self._job = self._check_job.job
         self._connector = make_connector(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
         self._endpoint = self._connector.own_end(self._job.places, options, environment.master_addr)
         self._endpoints: list[Endpoint] = gather(self._endpoint)
@@ -186,13 +160,7 @@ class TransportCheck:
 
     def close(self) -> None:
         """Disconnects from the other ranks; rank 0 comes last, because it serves the store."""
-        dist.barrier()
-        dist.destroy_process_group()
-        if self.rank == 0:
-            keys = [f"left/{rank}" for rank in range(1, len(self._endpoints))]
-            self._store.wait(keys, timedelta(seconds=_LIMIT_S))
-        else:
-            self._store.set(f"left/{self.rank}", "")
+        self._check_job.close()
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ The files can be read in parallel.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
@@ -472,3 +473,49 @@ def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
     before = np.concatenate([[0], held])[begins]
     peak: Ints = np.maximum(_reduced(np.maximum, held - before[row], begins, sizes), 0)
     return peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFigures:
+    """Holds the times of a layer in a step, in milliseconds.
+
+    Attributes:
+        layer: Index of the layer in the model; layers of multi-token prediction come last.
+        pp_rank: Pipeline rank of the layer.
+        forward_ms: Time of all forward passes, mean over the ranks that have the layer.
+        backward_ms: Time of all backward passes, mean over the same ranks.
+        runs: Number of forward passes of a rank.
+        slowest_rank: Global rank on which the layer took longest.
+        slowest_ms: Time of all passes on that rank.
+    """
+
+    layer: int
+    pp_rank: int
+    forward_ms: float
+    backward_ms: float
+    runs: int
+    slowest_rank: int
+    slowest_ms: float
+
+
+def layer_figures(run: RunTrace, iteration: int) -> list[LayerFigures]:
+    """Returns the times of each layer in an iteration, empty if the trace has none."""
+    of_layer: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, trace in run.ranks.items():
+        for layer, *times in trace.layers(iteration):
+            of_layer.setdefault(layer, {})[rank] = tuple(times)
+    figures = []
+    for layer, of_rank in sorted(of_layer.items()):
+        slowest = max(of_rank, key=lambda rank: of_rank[rank][0] + of_rank[rank][1])
+        figures.append(
+            LayerFigures(
+                layer=layer,
+                pp_rank=run.ranks[slowest].header.pp_rank,
+                forward_ms=statistics.fmean(times[0] for times in of_rank.values()) / NS_PER_MS,
+                backward_ms=statistics.fmean(times[1] for times in of_rank.values()) / NS_PER_MS,
+                runs=of_rank[slowest][2],
+                slowest_rank=slowest,
+                slowest_ms=(of_rank[slowest][0] + of_rank[slowest][1]) / NS_PER_MS,
+            )
+        )
+    return figures

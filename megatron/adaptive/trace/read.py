@@ -108,6 +108,11 @@ class RankTrace:
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
+    def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the rows of an iteration's layers, see ``IterationStart``; empty if unknown."""
+        blocks = self._blocks.get(iteration)
+        return blocks[0].marker.layers if blocks else ()
+
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
         """Approximate number of spans in each iteration (at least 1), according to the markers."""

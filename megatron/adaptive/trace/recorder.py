@@ -158,6 +158,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._begun is not None:
             self._begun = replace(self._begun, machine=counts)
 
+    def add_layers(self, rows: Sequence[Sequence[int]]) -> None:
+        """Adds the times of the rank's layers in this iteration.
+
+        Args:
+            rows: A row per layer, as in ``IterationStart.layers``.
+        """
+        if self._begun is not None:
+            self._begun = replace(self._begun, layers=tuple(tuple(row) for row in rows))
+
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 

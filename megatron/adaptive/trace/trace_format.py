@@ -16,6 +16,7 @@ The text form::
      "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     {"begin_iteration": 9, ..., "machine": {"elapsed_ns": 310220, ...}}      machine's counters
+    {"begin_iteration": 10, ..., "layers": [[0, 91000, 182000, 8], ...]}            layers' times
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -65,6 +66,7 @@ KINDS = (
     "checkpoint",
     "step",
     "collective",
+    "probe",
 )
 """Kinds of span. A span's line contains the kind's index in this list."""
 
@@ -283,6 +285,8 @@ class IterationStart:
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all are equal.
         machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
             A missing counter is 0, or unknown on this machine; empty if nothing was counted.
+        layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
+            all forward passes, of all backward passes, and number of forward passes.
     """
 
     iteration: int
@@ -295,6 +299,7 @@ class IterationStart:
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
     machine: Mapping[str, int] = field(default_factory=dict)
+    layers: tuple[tuple[int, ...], ...] = ()
 
     def count(self, kind: str) -> int:
         """Returns the number of spans of a kind that follow this marker."""
@@ -472,6 +477,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record["lengths"] = marker.lengths
     if marker.machine:
         record["machine"] = dict(marker.machine)
+    if marker.layers:
+        record["layers"] = marker.layers
     return f"{json.dumps(record)}\n{spans}"
 
 
@@ -520,6 +527,7 @@ def parse_line(
                 tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
                 lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
                 machine=_value(record, "machine", "counters", origin, {}),
+                layers=tuple(map(tuple, _value(record, "layers", "layers", origin, []))),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -617,6 +625,13 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
             lambda row: _is_list(row, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(row) > 2,
         ),
         "lists of at least three whole numbers from 0",
+    ),
+    "layers": (
+        lambda value: _is_list(
+            value,
+            lambda row: _is_list(row, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(row) == 4,
+        ),
+        "lists of four whole numbers from 0",
     ),
 }
 """Maps each type of field to a check of its value, and a description for error messages."""

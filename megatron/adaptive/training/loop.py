@@ -42,6 +42,7 @@ from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.trace_format import SLICES
+from megatron.adaptive.training.interval_probe import IntervalProbe
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
 
@@ -70,6 +71,7 @@ class Trainer:
             Rebalancing(live),
             profiler,
             Reporting(live),
+            Probing(live),
             Diagnosing(live),
             GarbageCollection(live),
             self._validation,
@@ -497,6 +499,19 @@ class Reporting(RunHook):
         text = timers.get_all_timers_string(names, normalizer=settings.log_interval)
         if text:
             self._live.log.message(text)
+
+
+class Probing(RunHook):
+    """Looks for slow ranks, links and groups between steps, if ``--probe-interval`` is set."""
+
+    def __init__(self, live: TrainingRun) -> None:
+        super().__init__(live)
+        self._probe = IntervalProbe(live.config.run.probe_interval, live.log.message)
+
+    def after_step(self, step: TrainedStep) -> None:
+        if self._probe.is_due(step.iteration):
+            self._live.report_position(f"the probe after iteration {step.iteration}")
+            self._probe.run(self._live.run)
 
 
 class Diagnosing(Hook):

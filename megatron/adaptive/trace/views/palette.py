@@ -40,6 +40,7 @@ OTHER_COLORS = {
     "optimizer": "#8A6D5B",
     "evaluate": "#9AA5B1",
     "checkpoint": "#6B7280",
+    "probe": "#A3A380",
     "other": "#D4D4D8",
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}

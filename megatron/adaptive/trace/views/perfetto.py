@@ -41,7 +41,7 @@ MAX_SPANS = 1_500_000
 NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
     "step": ("step",),
-    "compute": (*DRAWN_ACTIONS, "reduce", "optimizer", "evaluate", "checkpoint"),
+    "compute": (*DRAWN_ACTIONS, "reduce", "optimizer", "evaluate", "checkpoint", "probe"),
     "collectives": ("collective",),
     "data": ("data",),
     "wait": ("wait",),

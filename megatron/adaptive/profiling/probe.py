@@ -1,0 +1,591 @@
+"""Measures every rank, link and group of a job shortly, to find slow ones before training.
+
+The measurements, and the classes of figures that are compared with each other:
+
+=================  ==============================================  ============================
+figure             measurement                                     class
+=================  ==============================================  ============================
+matrix product     mean of products of square matrices             same device
+memory bandwidth   mean of copies within the device's memory       same device
+copies             pinned memory to the GPU and back               same device
+clock              of the processor or GPU, after the products     same device
+small message      half a round trip of 1 KiB                      same transport, within a node
+large message      a message in a burst of 512 KiB (CPU) or 4 MiB  or not
+all-reduce         median over a group                             same kind, size and nodes
+all-to-all         median over an expert-parallel group            same kind, size and nodes
+checkpoint folder  a file written, flushed and read again          all nodes
+=================  ==============================================  ============================
+
+Subjects are measured in batches (see ``probe_layout``), twice over, and the better figure counts;
+outliers are measured again.
+``doctor --probe`` connects ranks for this; the trainer probes with the channels and groups that it
+has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.engine.process_context import Job
+from megatron.adaptive.errors import DeadlineError
+from megatron.adaptive.planner.cluster import known_gpu
+from megatron.adaptive.profiling.action_timing import now
+from megatron.adaptive.profiling.check_job import CheckJob
+from megatron.adaptive.profiling.links import Rounds, make_connector, measure_link
+from megatron.adaptive.profiling.probe_findings import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    CLOCK,
+    FROM_DEVICE,
+    LARGE_MESSAGE,
+    MATRIX_PRODUCT,
+    MEMORY,
+    READ,
+    SMALL_MESSAGE,
+    TO_DEVICE,
+    WRITE,
+    Figure,
+    Outlier,
+    better_of,
+    find_outliers,
+)
+from megatron.adaptive.profiling.probe_layout import EXPERT, ProbeLayout, Ranks, batches
+from megatron.adaptive.transport.interface import Transport
+
+_CPU_WIDTH = 384
+_GPU_WIDTH = 4096
+_CPU_BYTES = 16 << 20
+_GPU_BYTES = 128 << 20
+_COPIED_BYTES = 32 << 20
+_SMALL_BYTES = 1 << 10
+_LARGE_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
+_REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
+_FILE_BYTES = 16 << 20
+_LEAST_REPEATS = 3
+_ROUNDS = Rounds(burst=4, least=4)
+_MOST_IN_FLIGHT = 8  # messages on their way in one direction
+_WAIT_S = 10.0
+_CONFIRMATIONS = 3
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_FOLDER = Path("/sys/devices/system/cpu")
+
+
+def _message_bytes(accelerator: Accelerator) -> int:
+    """Returns the size in bytes of the largest message that a probe sends."""
+    return _LARGE_BYTES[accelerator.device.type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedGroup:
+    """Holds a process group of this rank.
+
+    Attributes:
+        ranks: Global ranks of its members, in ascending order.
+        group: Process group of torch.
+    """
+
+    ranks: Ranks
+    group: Any
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Holds subjects, and the function that measures one of them on each of its ranks."""
+
+    subjects: Sequence[Ranks]
+    measure: Callable[[Ranks], list[Figure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """Holds the result of a probe.
+
+    Attributes:
+        figures: Figures of all subjects; the better one of two measurements each.
+        outliers: Figures that are worse than they should be.
+        seconds: Time that the probe took, in seconds.
+    """
+
+    figures: list[Figure]
+    outliers: list[Outlier]
+    seconds: float
+
+
+class Probe:
+    """Measures the ranks, links and groups of a job. All ranks must call the same methods.
+
+    Args:
+        job: Environment of this process: ranks, device, process groups.
+        name: Name of the probe, unique in the job.
+        transport: Channels to the ranks with which this rank exchanges messages; none may be in
+            flight. ``None`` if there are none.
+        message: Message of a training step, if the channels take only such messages; ``None`` for a
+            small and a large one.
+        groups: Groups of this rank with more than one member, by kind.
+        folder: Checkpoint folder to write to, ``None`` for none.
+        seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        *,
+        transport: Transport | None,
+        message: torch.Tensor | None = None,
+        groups: Mapping[str, ProbedGroup],
+        folder: Path | None = None,
+        seconds: float = 0.05,
+    ) -> None:
+        self._job = job
+        self._turns = Turns(job, name)
+        self._transport = transport
+        self._message = message
+        self._groups = dict(groups)
+        self._folder = folder
+        self._seconds = seconds
+        self._hosts = [str(location["host"]) for location in job.places]
+        self._machines = [str(location["machine"]) for location in job.places]
+        accelerator = job.accelerator
+        is_alone_on_gpu = accelerator.is_cuda and not accelerator.is_shared
+        processors = len(os.sched_getaffinity(0))
+        facts = {
+            "most_busy": dist.get_world_size() if is_alone_on_gpu else max(1, processors),
+            "device": accelerator.name,
+            "links": {} if transport is None else _kinds_of(transport),
+            "groups": {kind: group.ranks for kind, group in self._groups.items()},
+        }
+        self._facts = job.gather(facts)
+
+    def run(self) -> ProbeReport:
+        """Measures everything twice and looks for outliers. Collective over all ranks.
+
+        Outliers are measured again, because on a busy machine both measurements of a subject may
+        have been disturbed.
+
+        Returns:
+            Figures and outliers, equal on all ranks.
+        """
+        begin_s = time.perf_counter()
+        checks = self._checks()
+        figures = [figure for check in checks for figure in self._each(check)]
+        again = [figure for check in checks for figure in self._each(check)]
+        figures = better_of(figures, again)
+        outliers = find_outliers(figures, self._hosts)
+        for _ in range(_CONFIRMATIONS):
+            suspects = {outlier.ranks for outlier in outliers}
+            if not suspects:
+                break
+            for check in checks:
+                subjects = [ranks for ranks in check.subjects if ranks in suspects]
+                figures = better_of(figures, self._each(replace(check, subjects=subjects)))
+            outliers = find_outliers(figures, self._hosts)
+        return ProbeReport(
+            figures=figures,
+            outliers=outliers,
+            seconds=self._job.from_first(time.perf_counter() - begin_s),
+        )
+
+    def _checks(self) -> list[_Check]:
+        """Returns the measurements to make, with the subjects of each; equal on all ranks."""
+        world = range(dist.get_world_size())
+        links = {
+            (min(rank, peer), max(rank, peer))
+            for rank in world
+            for peer in self._facts[rank]["links"]
+        }
+        checks = [
+            _Check([(rank,) for rank in world], self._rank),
+            _Check(sorted(links), self._link),
+        ]
+        for kind in sorted({kind for facts in self._facts for kind in facts["groups"]}):
+            groups = {facts["groups"][kind] for facts in self._facts if kind in facts["groups"]}
+            checks.append(_Check(sorted(groups), partial(self._group, kind=kind)))
+        if self._folder is not None:
+            first = {machine: rank for rank, machine in reversed([*enumerate(self._machines)])}
+            checks.append(_Check([(rank,) for rank in sorted(first.values())], self._files))
+        return checks
+
+    def _each(self, check: _Check) -> list[Figure]:
+        """Measures subjects in batches, and returns their figures on all ranks. Collective."""
+        most_busy = [facts["most_busy"] for facts in self._facts]
+        turns = batches(check.subjects, self._machines, most_busy)
+        measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
+        gathered = self._job.gather(measured)
+        self._turns.finish(turns)
+        return [
+            figure
+            for rank, figures in enumerate(gathered)
+            for figure in figures
+            if rank == figure.ranks[0]
+        ]
+
+    def _rank(self, ranks: Ranks) -> list[Figure]:
+        """Measures this rank's device."""
+        device = self._job.accelerator.device
+        gpu = known_gpu(self._job.accelerator.name) if device.type == "cuda" else None
+        shared = self._job.accelerator.is_shared
+        sheet = {} if gpu is None or shared else {"flops": gpu.flops.get("bf16", 0.0)}
+        width = _GPU_WIDTH if device.type == "cuda" else _CPU_WIDTH
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        peers = self._job.accelerator.name
+        figures = []
+
+        def add(measure: str, amount: float, call: Callable[[], Any], sheet: float = 0.0) -> None:
+            seconds = self._mean_s(call, device)
+            figures.append(
+                Figure(
+                    measure=measure, ranks=ranks, peers=peers, value=amount / seconds, sheet=sheet
+                )
+            )
+
+        try:
+            left = torch.full((width, width), 1 / width, dtype=dtype, device=device)
+            product = torch.empty_like(left)
+            add(
+                MATRIX_PRODUCT,
+                2.0 * width**3,
+                lambda: torch.mm(left, left, out=product),
+                sheet.get("flops", 0.0),
+            )
+            clock_hz, most_hz = _clock_hz(device)
+            size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
+            source = torch.zeros(size, dtype=torch.uint8, device=device)
+            target = torch.empty_like(source)
+            speed = 0.0 if gpu is None or shared else gpu.memory_bytes_per_s
+            add(MEMORY, 2.0 * size, lambda: target.copy_(source), speed)  # reads and writes
+            if device.type == "cuda":
+                # torch keeps pinned memory for later tensors, so do not take much of it.
+                host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+                part = target[:_COPIED_BYTES]
+                add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
+                add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
+        except torch.cuda.OutOfMemoryError:
+            return figures  # during training a GPU may have no room for the rest
+        if clock_hz:
+            figures.append(
+                Figure(measure=CLOCK, ranks=ranks, peers=peers, value=clock_hz, sheet=most_hz)
+            )
+        return figures
+
+    def _mean_s(self, call: Callable[[], Any], device: torch.device) -> float:
+        """Returns the mean time of a call, over the time of a measurement.
+
+        A quota or another program stops a process for some milliseconds at a time, often longer
+        than a call takes. The median would not show these.
+        """
+        call()
+        count = 0
+        begin_s = end_s = now(device)
+        while count < _LEAST_REPEATS or end_s - begin_s < self._seconds:
+            call()
+            count += 1
+            end_s = now(device)
+        return max((end_s - begin_s) / count, 1e-9)
+
+    def _link(self, ranks: Ranks) -> list[Figure]:
+        """Measures the link between this rank and another."""
+        assert self._transport is not None
+        peer = sum(ranks) - self._job.rank
+        kind = self._facts[ranks[0]]["links"][ranks[1]]
+        within = self._machines[ranks[0]] == self._machines[ranks[1]]
+        peers = f"{kind} {'within' if within else 'between'} nodes"
+        # A late answer of a rank would be taken for the answer of another one.
+        if any(self._turns.is_noted(str(rank)) for rank in ranks):
+            return []
+        figures = []
+        for measure, payload in self._payloads().items():
+            try:
+                link = measure_link(
+                    self._transport,
+                    peer,
+                    leads=self._job.rank == ranks[0],
+                    payload=payload,
+                    timeout_s=_WAIT_S,
+                    rounds=_ROUNDS,
+                )
+            except DeadlineError as error:
+                for rank in ranks:
+                    self._turns.note(str(rank))
+                text = str(error)
+                return [Figure(measure=measure, ranks=ranks, peers=peers, value=0.0, error=text)]
+            value = link.latency_s + link.occupancy_s
+            figures.append(Figure(measure=measure, ranks=ranks, peers=peers, value=value))
+        return figures
+
+    def _payloads(self) -> dict[str, torch.Tensor]:
+        """Returns the messages to send over a link, by the figure that they give."""
+        if self._message is not None:
+            return {LARGE_MESSAGE: self._message}
+        accelerator = self._job.accelerator
+        sizes = {SMALL_MESSAGE: _SMALL_BYTES, LARGE_MESSAGE: _message_bytes(accelerator)}
+        return {
+            measure: torch.zeros(size, dtype=torch.uint8, device=accelerator.device)
+            for measure, size in sizes.items()
+        }
+
+    def _group(self, ranks: Ranks, *, kind: str) -> list[Figure]:
+        """Measures the collectives of one of this rank's groups."""
+        device = self._job.accelerator.device
+        group = self._groups[kind].group
+        nodes = len({self._machines[rank] for rank in ranks})
+        peers = f"{kind} {len(ranks)} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+        width = _REDUCED_BYTES[device.type] // (4 * len(ranks)) * len(ranks)
+        payload = torch.zeros(width, device=device)
+        calls: dict[str, Callable[[], Any]] = {
+            ALL_REDUCE: lambda: dist.all_reduce(payload, group=group)
+        }
+        if kind == EXPERT:
+            received = torch.empty_like(payload)
+            calls[ALL_TO_ALL] = lambda: dist.all_to_all_single(received, payload, group=group)
+        figures = []
+        for measure, call in calls.items():
+            times = []
+            for _ in range(1 + _LEAST_REPEATS):
+                begin_s = now(device)
+                call()
+                times.append(now(device) - begin_s)
+            value = statistics.median(times[1:])
+            figures.append(Figure(measure=measure, ranks=ranks, peers=peers, value=value))
+        return figures
+
+    def _files(self, ranks: Ranks) -> list[Figure]:
+        """Writes a file to the checkpoint folder, reads it again, and removes it."""
+        assert self._folder is not None
+        path = self._folder / f".probe-{self._job.rank}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                taken = _write_and_read(path)
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        except OSError as error:
+            text = f"{error.filename or path}: {error.strerror}"
+            return [Figure(measure=WRITE, ranks=ranks, peers="folder", value=0.0, error=text)]
+        return [
+            Figure(measure=measure, ranks=ranks, peers="folder", value=_FILE_BYTES / seconds)
+            for measure, seconds in zip((WRITE, READ), taken, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Selects what to probe.
+
+    Attributes:
+        layout: Parallel sizes of the job.
+        transport: Transport settings given by the user.
+        folder: Checkpoint folder to write to, ``None`` for none.
+        seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+        timeout: Maximum time to wait until all ranks have met.
+    """
+
+    layout: ProbeLayout
+    transport: TransportConfig
+    folder: Path | None
+    seconds: float
+    timeout: timedelta
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobReport:
+    """Holds the result of probing a job.
+
+    Attributes:
+        report: Figures and outliers.
+        hosts: Host name of each global rank.
+    """
+
+    report: ProbeReport
+    hosts: list[str]
+
+
+def probe_job(
+    options: ProbeOptions, environment: Environment, show: Callable[[JobReport], None]
+) -> JobReport:
+    """Connects all ranks, probes them, and disconnects. Collective over all ranks.
+
+    Args:
+        options: Selection of what to probe; equal on all ranks.
+        environment: Rank of this process, number of ranks, and address where ranks meet.
+        show: Function that rank 0 calls with the result before ranks disconnect. A launcher may end
+            all ranks as soon as one has ended with another status than 0.
+
+    Raises:
+        SetupError: A pair of ranks cannot use the transport that the user forced.
+        TransportError: The ranks could not find each other, or a rank has ended.
+    """
+    if environment.omp_num_threads is None:
+        torch.set_num_threads(1)
+    checked = CheckJob(environment, options.timeout)
+    job = checked.job
+    transport = None
+    links = options.layout.links()
+    if links:
+        size = options.transport.transport_slot_bytes or _message_bytes(job.accelerator)
+        settings = replace(options.transport, transport_slot_bytes=size)
+        connector = make_connector(job, in_flight=_MOST_IN_FLIGHT)
+        endpoint = connector.own_end(job.places, settings, environment.master_addr)
+        peers = [sum(link) - job.rank for link in links if job.rank in link]
+        transport = connector.connect(endpoint, peers, settings)
+    try:
+        probe = Probe(
+            job,
+            "probe",
+            transport=transport,
+            groups=_make_groups(options.layout, job.rank),
+            folder=options.folder,
+            seconds=options.seconds,
+        )
+        hosts = [str(location["host"]) for location in job.places]
+        result = JobReport(report=probe.run(), hosts=hosts)
+        if job.is_first:
+            show(result)
+    finally:
+        if transport is not None:
+            transport.close()
+    checked.close()
+    return result
+
+
+def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
+    """Makes the process groups of a layout, and returns those of this rank. Collective."""
+    made: dict[str, ProbedGroup] = {}
+    for kind, groups in layout.groups().items():
+        for ranks in groups:
+            group: Any = dist.new_group(list(ranks))
+            if rank in ranks:
+                made[kind] = ProbedGroup(ranks=ranks, group=group)
+    return made
+
+
+class Turns:
+    """Lets ranks measure in turns, while the others sleep.
+
+    A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
+    takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next
+    turn, through the key-value store of the job::
+
+        turn 0      ranks 0, 1    each adds 1 to "0/done"; the one that makes it 2 sets "1/go"
+        turn 1      ranks 2, 3    wait for "1/go", ...
+
+    All ranks must make it, and call :meth:`each` equally often.
+
+    Args:
+        job: Environment of this process.
+        name: Name of this series of turns, unique in the job.
+    """
+
+    def __init__(self, job: Job, name: str) -> None:
+        default: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(name, default)
+        self._job = job
+        self._series = 0
+
+    def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
+        """Iterates over this rank's subjects, when it is their turn.
+
+        The turn of a subject ends when the caller asks for the next one, which it must always do.
+
+        Args:
+            batches: Subjects of each turn, with no rank in common; equal on all ranks.
+        """
+        self._series += 1
+        for number, batch in enumerate(batches):
+            for ranks in batch:
+                if self._job.rank in ranks:
+                    if number:
+                        self._store.wait([self._key(number, "go")], self._job.timeout)
+                    yield ranks
+                    self._end(number, sum(map(len, batch)))
+
+    def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
+        """Deletes the keys of the last series; the caller knows that all its turns have ended."""
+        if self._job.is_first:
+            for number in range(len(batches)):
+                self._store.delete_key(self._key(number, "done"))
+                self._store.delete_key(self._key(number + 1, "go"))
+
+    def note(self, text: str) -> None:
+        """Makes :meth:`is_noted` true on all ranks, in later turns."""
+        self._store.set(f"noted/{text}", "")
+
+    def is_noted(self, text: str) -> bool:
+        """Returns whether some rank has called :meth:`note` with this text in an earlier turn."""
+        return bool(self._store.check([f"noted/{text}"]))
+
+    def _end(self, number: int, count: int) -> None:
+        if self._store.add(self._key(number, "done"), 1) == count:
+            self._store.set(self._key(number + 1, "go"), "")
+
+    def _key(self, number: int, event: str) -> str:
+        return f"{self._series}/{number}/{event}"
+
+
+def _kinds_of(transport: Transport) -> dict[int, str]:
+    """Returns the kind of transport to each peer."""
+    return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
+
+
+def _write_and_read(path: Path) -> tuple[float, float]:
+    """Returns the times in seconds to write and flush a file, and to read it from the disk."""
+    block = bytes(1 << 20)
+    begin_s = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(_FILE_BYTES // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        written_s = time.perf_counter() - begin_s
+        # Without this, the file would be read from memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    begin_s = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(len(block)):
+            pass
+    return max(written_s, 1e-9), max(time.perf_counter() - begin_s, 1e-9)
+
+
+def _clock_hz(device: torch.device) -> tuple[float, float]:
+    """Returns the present and the highest frequency of a device in Hz; 0 if it is not known."""
+    if device.type == "cuda":
+        try:
+            return torch.cuda.clock_rate(device) * 1e6, 0.0
+        except Exception:
+            # torch asks NVML, whose package is optional, and which raises errors of its own kind.
+            return 0.0, 0.0
+    try:
+        cpu = min(os.sched_getaffinity(0))
+        folder = _CPU_FOLDER / f"cpu{cpu}" / "cpufreq"
+        present, most = (
+            int((folder / name).read_text()) * 1e3
+            for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+        )
+    except (OSError, ValueError):
+        return _listed_clock_hz(), 0.0
+    return present, most
+
+
+def _listed_clock_hz() -> float:
+    """Returns the mean frequency in ``/proc/cpuinfo`` in Hz, 0 if it lists none."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+        listed = [float(line.rpartition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    except (OSError, ValueError):
+        return 0.0
+    return statistics.fmean(listed) * 1e6 if listed else 0.0

@@ -1,0 +1,301 @@
+"""Compares the figures of a probe, and names the ranks, links and groups that are outliers.
+
+A figure is compared with the median of the other figures of its class, for example of all links
+between two nodes, and if there is a data sheet with that. It is an outlier if it is worse
+
+- than the others' median by the factor of its measure (:data:`MEASURES`), and
+- by more than four times the usual distance from the median. This is 1.4826 times the median of the
+  absolute distances from the median, which is a standard deviation if figures are normally
+  distributed. Speeds are turned into times for this, because a slow rank's time is far from the
+  others, but its speed is never below 0.
+
+The first rule holds for quiet machines, whose figures hardly differ, the second for noisy ones.
+Every figure is the better one of two measurements at different times, because a program that ran
+for a moment spoils at most one of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.adaptive.profiling.probe_layout import Ranks
+
+MATRIX_PRODUCT = "matrix product"
+MEMORY = "memory bandwidth"
+TO_DEVICE = "copy to the GPU"
+FROM_DEVICE = "copy from the GPU"
+CLOCK = "processor clock"
+SMALL_MESSAGE = "small message"
+LARGE_MESSAGE = "large message"
+ALL_REDUCE = "all-reduce"
+ALL_TO_ALL = "all-to-all"
+WRITE = "write to the checkpoint folder"
+READ = "read from the checkpoint folder"
+
+_DEVIATIONS = 4.0
+_OF_NORMAL = 1.4826
+_LEAST = 1e-12
+_FEW = 100
+_SLOW_RANK = "look there for other programs, quotas, heat and power limits, or leave the node out"
+_SLOW_LINK = "check its cables, interfaces and counters of lost packets, or leave the node out"
+_SLOW_DISK = "check the mount of the folder there, and what else uses the disk"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Describes a quantity that a probe measures.
+
+    Attributes:
+        unit: Unit in which figures are printed.
+        scale: Number of units in one of the figure's own unit (seconds, bytes/s, FLOP/s, Hz).
+        least_factor: Minimum factor by which an outlier is worse than the median of the others.
+        least_sheet: Minimum share of the data sheet's figure; 0 if there is no data sheet.
+        is_time: Whether less is better.
+        remedy: Advice about an outlier.
+    """
+
+    unit: str
+    scale: float
+    least_factor: float
+    remedy: str
+    least_sheet: float = 0.0
+    is_time: bool = False
+
+
+MEASURES: Mapping[str, Measure] = {
+    MATRIX_PRODUCT: Measure("GFLOP/s", 1e-9, 1.3, _SLOW_RANK, least_sheet=0.5),
+    MEMORY: Measure("GB/s", 1e-9, 1.5, _SLOW_RANK, least_sheet=0.5),
+    TO_DEVICE: Measure("GB/s", 1e-9, 1.5, "check the PCIe slot and its number of lanes there"),
+    FROM_DEVICE: Measure("GB/s", 1e-9, 1.5, "check the PCIe slot and its number of lanes there"),
+    CLOCK: Measure("MHz", 1e-6, 1.3, _SLOW_RANK, least_sheet=0.5),
+    SMALL_MESSAGE: Measure("us", 1e6, 3.0, _SLOW_LINK, is_time=True),
+    LARGE_MESSAGE: Measure("ms", 1e3, 1.7, _SLOW_LINK, is_time=True),
+    ALL_REDUCE: Measure("ms", 1e3, 1.7, _SLOW_LINK, is_time=True),
+    ALL_TO_ALL: Measure("ms", 1e3, 1.7, _SLOW_LINK, is_time=True),
+    WRITE: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
+    READ: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
+}
+"""Describes each quantity by its name."""
+
+_OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
+_OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Holds the result of one measurement.
+
+    Attributes:
+        measure: Name of the quantity, a key of :data:`MEASURES`.
+        ranks: Global ranks of the subject.
+        peers: Class of subjects with which this one is compared.
+        value: Measured value in seconds, bytes/s, FLOP/s or Hz; 0 if the measurement failed.
+        sheet: Value of the data sheet in the same unit, 0 if there is none.
+        error: Message of a measurement that failed, otherwise empty.
+    """
+
+    measure: str
+    ranks: Ranks
+    peers: str
+    value: float
+    sheet: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlier:
+    """Describes a figure that is worse than it should be.
+
+    Attributes:
+        measure: Name of the quantity, a key of :data:`MEASURES`.
+        ranks: Global ranks of the subject.
+        nodes: Host names of these ranks, in the same order.
+        peers: Class of subjects with which this one was compared.
+        value: Measured value in ``unit``; 0 if the measurement failed.
+        median: Median of the others in ``unit``, or the data sheet's value; 0 if it failed.
+        unit: Unit of both.
+        is_against_sheet: Whether ``median`` is the data sheet's value.
+        text: Finding for the user, in one line.
+        remedy: Advice for the user.
+    """
+
+    measure: str
+    ranks: Ranks
+    nodes: tuple[str, ...]
+    peers: str
+    value: float
+    median: float
+    unit: str
+    is_against_sheet: bool
+    text: str
+    remedy: str
+
+
+def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]:
+    """Combines two measurements of the same subjects: keeps the better figure of each.
+
+    Args:
+        first: Figures of the first measurement.
+        second: Figures of the second measurement.
+
+    Returns:
+        Figure of each subject, in the order of the first measurement. A measurement that failed
+        once stays failed.
+    """
+    again = {(figure.measure, figure.ranks, figure.peers): figure for figure in second}
+    kept = []
+    for figure in first:
+        other = again.get((figure.measure, figure.ranks, figure.peers), figure)
+        if figure.error or other.error:
+            kept.append(figure if figure.error else other)
+            continue
+        choose = min if MEASURES[figure.measure].is_time else max
+        kept.append(replace(figure, value=choose(figure.value, other.value)))
+    return kept
+
+
+def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
+    """Returns the outliers among the figures of a probe, worst first within each quantity.
+
+    A slow rank also slows its links and groups, and a slow link its groups. These are neither
+    outliers, nor are others compared with them.
+
+    Args:
+        figures: Figures of all subjects.
+        hosts: Host name of each global rank.
+    """
+    of_ranks = [f for f in figures if len(f.ranks) == 1]
+    outliers = _of_all(of_ranks, hosts)
+    slow_ranks = {o.ranks[0] for o in outliers if o.measure in _OF_RANK}
+    shared = [f for f in figures if len(f.ranks) > 1 and slow_ranks.isdisjoint(f.ranks)]
+    slow_links = _of_all([f for f in shared if f.measure in _OF_LINK], hosts)
+    pairs = [set(outlier.ranks) for outlier in slow_links]
+    groups = [
+        f
+        for f in shared
+        if f.measure not in _OF_LINK and not any(pair <= set(f.ranks) for pair in pairs)
+    ]
+    return [*outliers, *slow_links, *_of_all(groups, hosts)]
+
+
+def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
+    """Returns the outliers among figures of several classes."""
+    classes: dict[tuple[str, str], list[Figure]] = {}
+    for figure in figures:
+        classes.setdefault((figure.measure, figure.peers), []).append(figure)
+    return [
+        outlier
+        for name in MEASURES
+        for (measure, _), members in classes.items()
+        if measure == name
+        for outlier in _of_class(members, hosts)
+    ]
+
+
+def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
+    """Returns the outliers among figures that can be compared with each other."""
+    outliers = [_failed(figure, hosts) for figure in figures if figure.error]
+    valid = sorted((figure for figure in figures if not figure.error), key=lambda f: f.value)
+    if not valid:
+        return outliers
+    measure = MEASURES[valid[0].measure]
+    values = [figure.value for figure in valid]
+    times = values if measure.is_time else [1 / max(value, _LEAST) for value in values]
+    slow = []
+    for index, figure in enumerate(valid):
+        median = _median_without(values, index)
+        ratio = _times_slower(figure.value, median, measure)
+        is_far = ratio >= measure.least_factor and _is_far(times, index)
+        if is_far:
+            slow.append((ratio, _outlier(figure, median, ratio, hosts, is_against_sheet=False)))
+        elif figure.sheet and figure.value < measure.least_sheet * figure.sheet:
+            ratio = _times_slower(figure.value, figure.sheet, measure)
+            slow.append(
+                (ratio, _outlier(figure, figure.sheet, ratio, hosts, is_against_sheet=True))
+            )
+    slow.sort(key=lambda entry: entry[0], reverse=True)
+    return outliers + [outlier for _, outlier in slow]
+
+
+def _is_far(times: Sequence[float], index: int) -> bool:
+    """Returns whether a time exceeds the others by more than they differ from each other."""
+    others = times
+    if len(times) <= _FEW:
+        others = [time_s for number, time_s in enumerate(times) if number != index]
+    if len(others) < 2:
+        return True
+    middle_s = statistics.median(others)
+    usual_s = _OF_NORMAL * statistics.median(abs(time_s - middle_s) for time_s in others)
+    return times[index] - middle_s > _DEVIATIONS * usual_s
+
+
+def _median_without(values: Sequence[float], left_out: int) -> float:
+    """Returns the median of sorted values without one of them; that value if it is the only one."""
+    count = len(values) - 1
+    if not count:
+        return values[0]
+
+    def at(index: int) -> float:
+        return values[index + (index >= left_out)]
+
+    return (at((count - 1) // 2) + at(count // 2)) / 2
+
+
+def _times_slower(value: float, reference: float, measure: Measure) -> float:
+    if measure.is_time:
+        return value / max(reference, _LEAST)
+    return reference / max(value, _LEAST)
+
+
+def _name(ranks: Ranks, hosts: Sequence[str]) -> str:
+    """Returns the name of a subject: its ranks and their nodes."""
+    nodes = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    label = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes[:4])}"
+    label += ", ..." if len(nodes) > 4 else ""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} on {label}"
+    if len(ranks) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]} on {label}"
+    return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]} on {label}"
+
+
+def _outlier(
+    figure: Figure, median: float, ratio: float, hosts: Sequence[str], *, is_against_sheet: bool
+) -> Outlier:
+    measure = MEASURES[figure.measure]
+    shown = [f"{value * measure.scale:.4g} {measure.unit}" for value in (figure.value, median)]
+    against = "the data sheet" if is_against_sheet else "the others' median"
+    quantity = figure.measure
+    if len(figure.ranks) > 1 and figure.measure not in _OF_LINK:
+        quantity = f"{figure.peers} {quantity}"
+    return Outlier(
+        measure=figure.measure,
+        ranks=figure.ranks,
+        nodes=tuple(hosts[rank] for rank in figure.ranks),
+        peers=figure.peers,
+        value=figure.value * measure.scale,
+        median=median * measure.scale,
+        unit=measure.unit,
+        is_against_sheet=is_against_sheet,
+        text=f"{_name(figure.ranks, hosts)}: {quantity}: {shown[0]}, {against} {shown[1]}, "
+        f"{ratio:.1f} times slower",
+        remedy=measure.remedy,
+    )
+
+
+def _failed(figure: Figure, hosts: Sequence[str]) -> Outlier:
+    measure = MEASURES[figure.measure]
+    return Outlier(
+        measure=figure.measure,
+        ranks=figure.ranks,
+        nodes=tuple(hosts[rank] for rank in figure.ranks),
+        peers=figure.peers,
+        value=0.0,
+        median=0.0,
+        unit=measure.unit,
+        is_against_sheet=False,
+        text=f"{_name(figure.ranks, hosts)}: {figure.measure} failed: {figure.error}",
+        remedy=measure.remedy,
+    )

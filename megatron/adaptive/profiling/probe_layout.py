@@ -1,0 +1,138 @@
+"""Lists what a probe measures: each rank, each link, each group of ranks that a job would use.
+
+A subject of a measurement is a tuple of global ranks: one for a rank alone, two for a link, all
+members for a group. Ranks are numbered like those of the trainer::
+
+    rank = tensor + TP * (context + CP * (data + DP * stage))
+
+Subjects are measured in batches. Those of a batch have no rank in common, and keep no more ranks of
+a machine busy than it has processors, so that they do not slow each other::
+
+    4 ranks on 2 processors     links  0-1, 1-2, 2-3      batches  [0-1]  [1-2]  [2-3]
+    4 ranks on 4 processors     links  0-1, 1-2, 2-3      batches  [0-1, 2-3]  [1-2]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.adaptive.errors import ConfigError
+
+Ranks = tuple[int, ...]
+"""Global ranks of a subject."""
+
+TENSOR = "tensor-parallel"
+CONTEXT = "context-parallel"
+EXPERT = "expert-parallel"
+DATA = "data-parallel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeLayout:
+    """Holds the parallel sizes of the job to probe for.
+
+    Attributes:
+        world_size: Number of ranks.
+        tensor: Number of ranks that share each layer's matrices.
+        context: Number of ranks that share each sequence.
+        expert: Number of ranks that share the experts of each layer.
+        pipeline: Number of ranks that share the layers.
+        chunks: Number of model chunks of each pipeline rank.
+
+    Raises:
+        ConfigError: The sizes do not divide the number of ranks.
+    """
+
+    world_size: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        width = self.tensor * self.context * self.pipeline
+        if self.world_size % width:
+            raise ConfigError(
+                f"{self.world_size} ranks do not divide by tensor {self.tensor} x context "
+                f"{self.context} x pipeline {self.pipeline} = {width}: give the parallel sizes of "
+                "the job, and start as many processes as it has"
+            )
+        if self.context * self.data % self.expert:
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.expert}: must divide the "
+                f"{self.context * self.data} ranks of a stage that share no matrices"
+            )
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel replicas."""
+        return self.world_size // (self.tensor * self.context * self.pipeline)
+
+    def links(self) -> list[Ranks]:
+        """Returns the pairs of ranks that send each other activations and gradients."""
+        width = self.world_size // self.pipeline
+        pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
+        if self.chunks > 1 and self.pipeline > 2:  # the last rank's chunks go on at the first rank
+            pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
+        return pairs
+
+    def groups(self) -> dict[str, list[Ranks]]:
+        """Returns the groups of more than one rank in which a job has collectives, by kind."""
+        sizes = {TENSOR: self.tensor, CONTEXT: self.context, DATA: self.data}
+        groups: dict[str, list[Ranks]] = {}
+        stride = 1
+        for kind, size in sizes.items():
+            groups[kind] = _groups(self.world_size, stride, size)
+            stride *= size
+        groups[EXPERT] = _groups(self.world_size, self.tensor, self.expert)
+        return {kind: listed for kind, listed in groups.items() if len(listed[0]) > 1}
+
+
+def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
+    """Returns the groups of ``size`` ranks whose numbers differ by ``stride``."""
+    block = stride * size
+    return [
+        tuple(range(first + offset, first + block, stride))
+        for first in range(0, world_size, block)
+        for offset in range(stride)
+    ]
+
+
+def batches(
+    subjects: Sequence[Ranks], machines: Sequence[str], most_busy: Sequence[int]
+) -> list[list[Ranks]]:
+    """Divides subjects into batches that can be measured at the same time.
+
+    Args:
+        subjects: Ranks of each subject.
+        machines: Id of each rank's machine.
+        most_busy: Maximum number of busy ranks on each rank's machine. A subject with more ranks is
+            measured alone on that machine.
+
+    Returns:
+        All subjects in batches; within a batch in the given order.
+    """
+    left = list(subjects)
+    done: list[list[Ranks]] = []
+    while left:
+        batch: list[Ranks] = []
+        taken: set[int] = set()
+        busy: Counter[str] = Counter()
+        for subject in left:
+            needs = Counter(machines[rank] for rank in subject)
+            has_room = all(
+                not busy[machines[rank]]
+                or busy[machines[rank]] + needs[machines[rank]] <= most_busy[rank]
+                for rank in subject
+            )
+            if has_room and taken.isdisjoint(subject):
+                batch.append(subject)
+                taken.update(subject)
+                busy.update(needs)
+        done.append(batch)
+        chosen = set(batch)
+        left = [subject for subject in left if subject not in chosen]
+    return done

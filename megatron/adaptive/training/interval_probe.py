@@ -1,0 +1,92 @@
+"""Probes the ranks, links and groups of a training run between steps, for ``--probe-interval``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.gpt.setup import Run, payload_shape
+from megatron.adaptive.profiling.probe import Probe, ProbedGroup
+from megatron.adaptive.profiling.probe_layout import CONTEXT, DATA, EXPERT, TENSOR
+
+_MOST_SHARE = 0.01
+"""Maximum share of the time of training that probes take, from the second probe on."""
+_SECONDS = 0.02
+
+
+class IntervalProbe:
+    """Probes a run after each ``interval``-th iteration. All ranks must call the same methods.
+
+    A probe that would take more than 1% of the time since the last one is left out.
+
+    Args:
+        interval: Number of iterations between two probes, 0 for none.
+        say: Function that writes a line to the log.
+    """
+
+    def __init__(self, interval: int, say: Callable[[str], None]) -> None:
+        self._interval = interval
+        self._say = say
+        self._count = 0
+        self._cost_s = 0.0
+        self._end_s = time.perf_counter()
+
+    def is_due(self, iteration: int) -> bool:
+        """Returns whether to call :meth:`run` after an iteration; equal on all ranks."""
+        return self._interval > 0 and iteration % self._interval == 0
+
+    def run(self, run: Run) -> None:
+        """Probes, unless this would take too long. No message may be in flight. Collective."""
+        since_s = time.perf_counter() - self._end_s
+        if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
+            return
+        self._count += 1
+        with run.tracing.host_span("probe"):
+            probe = Probe(
+                run.job,
+                f"probe-{self._count}",
+                transport=None if run.wiring is None else run.wiring.transport,
+                message=_message(run),
+                groups=_groups(),
+                seconds=_SECONDS,
+            )
+            report = probe.run()
+        self._cost_s = report.seconds
+        self._end_s = time.perf_counter()
+        for outlier in report.outliers:
+            self._say(f"  probe: {outlier.text}: {outlier.remedy}")
+        if not report.outliers:
+            self._say(
+                f"  probe: no outlier among {len(report.figures)} figures, {report.seconds:.2f} s"
+            )
+
+
+def _message(run: Run) -> torch.Tensor:
+    """Returns a message of the shape and type of those between stages."""
+    return torch.zeros(
+        *payload_shape(run.job.config),
+        dtype=run.core.pipeline_dtype,
+        device=run.job.accelerator.device,
+    )
+
+
+def _groups() -> dict[str, ProbedGroup]:
+    """Returns this rank's groups of megatron-core with more than one member, by kind."""
+    present = {
+        TENSOR: parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        CONTEXT: parallel_state.get_context_parallel_group(check_initialized=False),
+        DATA: parallel_state.get_data_parallel_group(),
+        EXPERT: parallel_state.get_expert_model_parallel_group(check_initialized=False),
+    }
+    groups = {}
+    for kind, group in present.items():
+        if group is None:
+            continue
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if len(ranks) > 1:
+            groups[kind] = ProbedGroup(ranks=ranks, group=group)
+    return groups

@@ -1,0 +1,40 @@
+"""``--probe-interval``: a job names its slow link while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.trace.read import read_run
+
+from .launch import ROOT, Ranks, tail
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+FLAGS = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
+    " --tokenizer-type NullTokenizer --pipeline-model-parallel-size 3"
+    " --transport tests.support.slow_link:SlowLink --global-batch-size 2 --train-iters 3"
+    " --eval-iters 0 --log-interval 1 --trace-dir traces --probe-interval 2"
+).split()
+VARIABLES = {"SLOW_LINK": "1-2", "SLOW_LINK_S": "0.1"}
+LIMIT_S = 200.0
+
+
+def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]
+    ranks = Ranks(command, world_size=3, log=log, limit_s=LIMIT_S, variables=VARIABLES)
+    try:
+        assert ranks.wait(LIMIT_S) == [0, 0, 0], tail(log)
+    finally:
+        ranks.kill()
+    lines = [line for line in log.read_text().splitlines() if "  probe: " in line]
+    assert any("probe: ranks 1 and 2 on node" in line for line in lines), tail(log)
+    assert not any("probe: ranks 0 and 1" in line for line in lines), lines
+    run = read_run(tmp_path / "traces")
+    for rank in run.ranks.values():
+        kinds = {number: [s.action for s in rank.spans(number)] for number in rank.iterations}
+        assert {number: k.count("probe") for number, k in kinds.items()} == {1: 0, 2: 1, 3: 0}

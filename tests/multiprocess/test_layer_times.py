@@ -1,0 +1,78 @@
+"""``--trace-detail layers``: times of layers fit into those of the actions, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import trace
+from megatron.adaptive.trace.read import RankTrace, read_run
+
+from .launch import ROOT, Ranks, tail
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+LAYERS = 3
+MICROBATCHES = 4
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size 128 --num-attention-heads 4 --seq-length 64"
+    " --max-position-embeddings 64 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
+    f" --tokenizer-type NullTokenizer --global-batch-size {MICROBATCHES} --train-iters 2"
+    " --eval-iters 0 --log-interval 1 --pipeline-schedule adaptive"
+).split()
+LIMIT_S = 200.0
+
+
+def losses(folder: Path, *flags: str) -> list[str]:
+    """Trains, and returns the losses of the log."""
+    folder.mkdir()
+    log = folder / "output.txt"
+    command = [str(ROOT / "pretrain_gpt.py"), *FLAGS, "--trace-dir", "traces", *flags]
+    ranks = Ranks(command, world_size=1, log=log, limit_s=LIMIT_S)
+    try:
+        assert ranks.wait(LIMIT_S) == [0], tail(log)
+    finally:
+        ranks.kill()
+    return re.findall(r"lm loss: (\S+).*grad norm: (\S+)", log.read_text())
+
+
+def fits(rank: RankTrace, iteration: int) -> None:
+    """Checks that layers ran once per microbatch, within the actions."""
+    rows = rank.layers(iteration)
+    assert [row[0] for row in rows] == list(range(LAYERS))
+    assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS
+    spans = rank.spans(iteration)
+    for column, kind in ((1, "F"), (2, "B")):
+        whole_ns = sum(span.duration_ns for span in spans if span.action == kind)
+        of_layers = [row[column] for row in rows]
+        assert min(of_layers) > 0
+        assert sum(of_layers) <= whole_ns
+        # Embedding, head and loss are small in this model.
+        assert sum(of_layers) > 0.2 * whole_ns
+
+
+def test_layers_fit_into_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = losses(tmp_path / "plain")
+    assert len(plain) == 2
+    assert losses(tmp_path / "layers", "--trace-detail", "layers") == plain
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    losses(tmp_path / "again", "--trace-detail", "layers", *recompute.split())
+    for name in ("layers", "again"):
+        (rank,) = read_run(tmp_path / name / "traces").ranks.values()
+        for iteration in (1, 2):
+            fits(rank, iteration)
+    (rank,) = read_run(tmp_path / "plain" / "traces").ranks.values()
+    assert rank.layers(1) == ()
+
+    folder = str(tmp_path / "layers" / "traces")
+    page = ["--format", "html", "--output-dir", str(tmp_path)]
+    assert trace.main([folder, *page]) == 0
+    table = capsys.readouterr().out
+    time = r"\d+\.\d\d ms"
+    assert re.search(rf"^ +2 +0 +{time} +{time} +\d+\.\d% +0: {time}$", table, re.MULTILINE)
+    assert trace.main([folder, *page, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["layer"] for row in report["layers"]] == [0, 1, 2]
