@@ -1,18 +1,18 @@
-"""Measures what traces, checkpoints, copies in memory and the watch add to steps of a small GPT.
+"""Steps of a small GPT with and without a feature: traces, checkpoints, copies, the hang watch.
 
-One job takes turns with and without, so that whatever else the machine does hits both alike. Both
-the time on the clock and the processor time of all ranks are taken: who waits for whom changes the
-former by some percent from step to step, the latter hardly, so that a fraction of a percent shows
-in it; and where training uses every processor, the second is the cause of the first. Run as a
-script, it is one rank.
+Within one job steps with and without the feature take turns, so that whatever else the machine does
+slows both alike. Both elapsed time and processor time of all ranks are measured. Elapsed time
+varies by some percent from step to step, because ranks wait for each other. Processor time hardly
+does, so it shows a fraction of a percent; and if training uses every processor, more of it means
+longer steps. As a program this file is one rank.
 
-``traced``: a traced step ends when its spans are in the file. ``saving``: windows of ten steps
-begin with a checkpoint that is written behind training, and end when it is complete, so that
-nothing of it is left to the next. ``copying``: two ranks, each on a node of its own as far as
-copies go, each with a keeper in a process of its own as the node's agent has it, send each other
-all that they copy, at every step or at the first of ten; processor time is that of ranks and
-keepers. ``watched``: windows of ten steps with the watch for hangs, its process and threads, or
-without; processor time is that of ranks and of the process.
+* ``traced``: a traced step ends when its spans are in the file.
+* ``saving``: a window of ten steps begins with a checkpoint that is written behind training, and
+  ends when the checkpoint is complete, so that none of its work is left to the next window.
+* ``copying``: two ranks, each on a node of its own as far as copies are concerned, send each other
+  copies of their state, at every step or at the first of ten. Each has a keeper in a process of its
+  own, as the agent of a node does; its processor time is counted too.
+* ``watched``: windows of ten steps with the watch for hangs, whose process is counted too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from typing import Any
 
 import psutil
 
-from benchmarks import ranks
-from benchmarks.ranks import GPT, GptRank, rank_main
-from benchmarks.report import ratios
+from harness import gpt_ranks
+from harness.gpt_ranks import GPT, TrainingRank, rank_main
+from harness.report import ratios
 
 RANKS = {"traced": 4, "saving": 2, "copying": 2, "watched": 2}
 WINDOW = 10
+"""Number of steps of a window."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
+_ORDERS = ((True, False, False, True), (False, True, True, False))
+"""Turns of a round, with the feature or without: a steady drift changes both alike."""
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
@@ -44,38 +47,47 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
     Args:
         kind: ``traced``, ``saving``, ``copying`` or ``watched``.
-        rounds: of two turns with and two without.
+        rounds: Number of rounds of two turns with the feature and two without.
 
     Returns:
-        ``KIND_s`` and ``plain_s``, seconds per step of each round, ``KIND_cpu_s`` and
-        ``plain_cpu_s``, the same of processor time over all ranks; for copies twice, under ``each``
-        for those of every step and ``tenth``. Besides of traces ``spans`` per step and ``step_s``;
-        of checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, how long training waited for
-        each; of copies ``notice``, what is copied.
+        ``KIND_s`` and ``plain_s``: seconds per step in each round; ``KIND_cpu_s`` and
+        ``plain_cpu_s``: processor seconds per step over all ranks. For copies there are two sets of
+        these, ``each`` and ``tenth``. Further, for traces ``spans`` per step and ``step_s``; for
+        checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, the seconds that training waited
+        for each; for copies ``notice``, a text that says what is copied.
 
     Raises:
-        RuntimeError: a rank failed, or took too long.
+        RuntimeError: A rank failed, or the time limit passed.
     """
-    return ranks.measure(__file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S)
+    result: dict[str, Any] = gpt_ranks.measure(
+        __file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S
+    )
+    return result
 
 
 def costs(result: dict[str, Any], kind: str, unit: str = "s") -> list[float]:
-    """By what share steps with it are longer, round by round; ``unit`` is ``s`` or ``cpu_s``."""
+    """Returns how much longer steps with the feature are, as a share of the others, by round.
+
+    Args:
+        result: Result of :func:`measure`.
+        kind: Kind that was measured.
+        unit: ``s`` for elapsed time, ``cpu_s`` for processor time.
+    """
     return [ratio - 1 for ratio in ratios(result[f"{kind}_{unit}"], result[f"plain_{unit}"])]
 
 
-class _Rank(GptRank):
+class _Rank(TrainingRank):
     """One rank.
 
     Args:
-        kind: see :func:`measure`.
-        width: of the model.
-        more: further flags of the trainer.
+        kind: Kind of steps; see :func:`measure`.
+        width: Hidden size of the model.
+        flags: Further flags of the trainer.
     """
 
-    def __init__(self, kind: str, width: int, *more: str) -> None:
+    def __init__(self, kind: str, width: int, *flags: str) -> None:
         size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(RANKS[kind])]
-        super().__init__([*GPT, *size, *more])
+        super().__init__([*GPT, *size, *flags])
 
     def timed(
         self,
@@ -83,23 +95,67 @@ class _Rank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = WINDOW,
     ) -> tuple[float, float]:
-        """Returns seconds of each of some steps of all ranks, and processor seconds of this one."""
+        """Returns the elapsed seconds per step of all ranks, and processor seconds of this one."""
         import torch.distributed as dist
 
         group = self._job.control_group
         dist.barrier(group=group)
-        start, processor = time.perf_counter(), processor_s()
+        start_s, begin_cpu_s = time.perf_counter(), processor_s()
         work()
-        processor = processor_s() - processor
+        spent_cpu_s = processor_s() - begin_cpu_s
         dist.barrier(group=group)
-        return (time.perf_counter() - start) / steps, processor / steps
+        return (time.perf_counter() - start_s) / steps, spent_cpu_s / steps
+
+    def turns(
+        self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
+    ) -> dict[str, Any]:
+        """Takes turns with and without the feature, after one uncounted turn of each.
+
+        Args:
+            rounds: Number of rounds of two turns of each.
+            turn: Function that takes one turn, with the feature if its argument is true; returns
+                elapsed seconds and processor seconds of this rank.
+            name: Name of turns with the feature.
+
+        Returns:
+            ``NAME_s`` and ``plain_s``: means of each round; ``NAME_cpu_s`` and ``plain_cpu_s``: the
+            sums of processor seconds over all ranks.
+        """
+        import torch
+        import torch.distributed as dist
+
+        for is_on in (False, True):
+            turn(is_on)
+        seconds = torch.zeros(rounds, 2, 2, dtype=torch.float64)
+        for number in range(rounds):
+            for is_on in _ORDERS[number % 2]:
+                seconds[number, int(is_on)] += torch.tensor(turn(is_on), dtype=torch.float64) / 2
+        processor_s = seconds[:, :, 1].clone()
+        dist.all_reduce(processor_s, group=self._job.control_group)
+        return {
+            f"{name}_s": seconds[:, 1, 0].tolist(),
+            "plain_s": seconds[:, 0, 0].tolist(),
+            f"{name}_cpu_s": processor_s[:, 1].tolist(),
+            "plain_cpu_s": processor_s[:, 0].tolist(),
+        }
+
+    def progress(self, iteration: int) -> Any:
+        """Returns the entry of a checkpoint about the progress of a run after some steps."""
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * self._microbatches,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
 
 
 class TracedRank(_Rank):
-    """One rank whose steps are traced or not.
+    """One rank that traces some of its steps.
 
     Args:
-        folder: for the traces.
+        folder: Folder for the traces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +165,7 @@ class TracedRank(_Rank):
     def measure(self, rounds: int) -> dict[str, Any]:
         self._train(False)
         return self.turns(
-            rounds, lambda kind: self.timed(lambda: self._train(kind), steps=1), "traced"
+            rounds, lambda is_on: self.timed(lambda: self._train(is_on), steps=1), "traced"
         )
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -126,21 +182,21 @@ class TracedRank(_Rank):
         tracing.begin_iteration(self._iteration, self._microbatches, is_traced=is_traced)
         self.train()
         recorder: Any = tracing.recorder
-        # What the writer has not written would be the next step's.
+        # Otherwise the writer's remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class SavingRank(_Rank):
-    """One rank whose windows begin with a checkpoint or not.
+    """One rank that saves a checkpoint at the beginning of some windows.
 
     Args:
-        folder: for its checkpoints.
+        folder: Folder for the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
-        words = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
-        super().__init__("saving", 128, *words, str(folder))
+        flags = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
+        super().__init__("saving", 128, *flags, str(folder))
         from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
         run = self._run
@@ -153,10 +209,12 @@ class SavingRank(_Rank):
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
         step_s = statistics.median(result["plain_s"])
-        return {"size_bytes": self.size_bytes(self._folder), "step_s": step_s}
+        latest = max(self._folder.glob("iter_*"))
+        size_bytes = sum(file.stat().st_size for file in latest.iterdir())
+        return {"size_bytes": size_bytes, "step_s": step_s}
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
-        """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         from megatron.adaptive.gpt.train_step import gather_parameters
 
         def work() -> None:
@@ -174,7 +232,7 @@ class SavingRank(_Rank):
 
 
 class CopyingRank(_Rank):
-    """One rank with its keeper in a process of its own."""
+    """One rank that sends copies of its state, and its keeper in a process of its own."""
 
     def __init__(self, _: Path) -> None:
         super().__init__("copying", 128)
@@ -183,20 +241,19 @@ class CopyingRank(_Rank):
 
         self.notice = ""
         spawn = multiprocessing.get_context("spawn")
-        self._keeper, theirs = spawn.Pipe()
-        spawn.Process(target=keep, args=(theirs,)).start()
-        theirs.close()
+        self._keeper, keeper_end = spawn.Pipe()
+        spawn.Process(target=keep, args=(keeper_end,)).start()
+        keeper_end.close()
         address, port = self._keeper.recv()
         ports = self._job.gather(port)
-        own = self._job.rank
-        other = (own + 1) % RANKS["copying"]
+        other = (self.rank + 1) % RANKS["copying"]
         self._keeper.send({"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]})
         self._keeper.recv()
         settings = SnapshotSettings(
             address=address,
             run="benchmark",
-            node=f"node{own}",
-            domain=f"node{own}",
+            node=f"node{self.rank}",
+            domain=f"node{self.rank}",
             buddy=f"node{other}",
             every=1,
             limit_bytes=None,
@@ -214,7 +271,7 @@ class CopyingRank(_Rank):
     def measure(self, rounds: int) -> dict[str, Any]:
         return {
             name: self.turns(
-                rounds, lambda kind, each=each: self._window(kind, each=each), "copying"
+                rounds, lambda is_on, each=each: self._window(is_on, each=each), "copying"
             )
             for name, each in (("each", True), ("tenth", False))
         }
@@ -228,7 +285,7 @@ class CopyingRank(_Rank):
         super().close()
 
     def _window(self, is_copying: bool, *, each: bool) -> tuple[float, float]:
-        """Ten steps; returns seconds for each, on the clock and of processors."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         copies = self._copies
 
         def work() -> None:
@@ -240,10 +297,10 @@ class CopyingRank(_Rank):
                 if is_copying and (each or number == WINDOW - 1):
                     copies.settle(self._iteration)
 
-        taken = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s)
         if self.notice.startswith("off"):
             raise RuntimeError(f"copies of the state are {self.notice}")
-        return taken
+        return seconds
 
     def _processor_s(self) -> float:
         self._keeper.send(None)
@@ -251,7 +308,7 @@ class CopyingRank(_Rank):
 
 
 class WatchedRank(_Rank):
-    """One rank with the watch for hangs or without."""
+    """One rank that runs the watch for hangs during some windows."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("watched", 256)
@@ -265,7 +322,7 @@ class WatchedRank(_Rank):
         return {"step_s": statistics.median(result["plain_s"])}
 
     def _window(self, is_watched: bool) -> tuple[float, float]:
-        """Some steps; returns seconds for each, on the clock and of processors."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
@@ -273,8 +330,8 @@ class WatchedRank(_Rank):
             self._guard = HangGuard(
                 self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
-            own = run.wiring.executor.evidence
-            self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
+            evidence = run.wiring.executor.evidence
+            self._guard.snapshot = lambda: {**run.tracing.now(), **evidence()}
 
         def work() -> None:
             for _ in range(WINDOW):
@@ -283,11 +340,11 @@ class WatchedRank(_Rank):
                 self.train()
                 run.tracing.end_iteration()
 
-        taken = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s)
         if is_watched:
             self._guard.close()
             self._guard = None
-        return taken
+        return seconds
 
     def _processor_s(self) -> float:
         watch = None if self._guard is None else self._guard._process
@@ -296,7 +353,10 @@ class WatchedRank(_Rank):
 
 
 def keep(link: Connection) -> None:
-    """Is a keeper for a buddy, if one is named; answers with its processor time."""
+    """Runs a keeper of copies until the link closes.
+
+    Each message names the keeper's buddy, or is ``None``; the answer is its processor time.
+    """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 
     keeper = SnapshotKeeper("127.0.0.1")
@@ -310,6 +370,10 @@ def keep(link: Connection) -> None:
 
 
 if __name__ == "__main__":
-    made = {"traced": TracedRank, "saving": SavingRank, "copying": CopyingRank}
-    made["watched"] = WatchedRank
-    rank_main(lambda folder, kind: made[kind](folder))
+    classes = {
+        "traced": TracedRank,
+        "saving": SavingRank,
+        "copying": CopyingRank,
+        "watched": WatchedRank,
+    }
+    rank_main(lambda folder, kind: classes[kind](folder))

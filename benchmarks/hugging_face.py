@@ -26,8 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import GptRank, environment, run_ranks  # noqa: E402
-from benchmarks.report import Result, Row, measure, parser_of  # noqa: E402
+from harness.gpt_ranks import GptRank  # noqa: E402
+from harness.processes import environment, run_ranks  # noqa: E402
+from harness.report import Result, Row, measure, parser_of  # noqa: E402
 
 LARGEST_BYTES = 32000 * 2048 * 2
 MOST_TENSORS = 4.0

@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import GPT, environment, kill_tree  # noqa: E402
-from benchmarks.report import Result, measure, measured, parser_of, ratios  # noqa: E402
+from harness.gpt_ranks import GPT  # noqa: E402
+from harness.processes import environment, kill_tree  # noqa: E402
+from harness.report import Result, measure, measured, parser_of, ratios  # noqa: E402
 
 LIMIT_S = 240.0
 NODES = 64

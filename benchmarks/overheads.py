@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.report import Result, measure, measured, parser_of  # noqa: E402
+from harness.report import Result, measure, measured, parser_of  # noqa: E402
 
 PARTS = ("trace", "watch", "checkpoint", "copies")
 MOST = {"traced": 0.01, "watched": 0.01, "saving": 0.03, "copying": 0.05}

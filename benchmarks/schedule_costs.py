@@ -9,8 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.emulated.ours import IdleStages
-from benchmarks.report import Row
+from harness.report import Row
+from harness.sleeping_ranks import IdleStages
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.catalog import make_policies

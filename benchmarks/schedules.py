@@ -24,8 +24,8 @@ if str(ROOT) not in sys.path:
 from benchmarks import gpt_steps, schedule_costs  # noqa: E402
 from benchmarks.emulated import competitors, table  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
-from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import Result, measure, parser_of  # noqa: E402
+from harness.processes import fork_ranks  # noqa: E402
+from harness.report import Result, measure, parser_of  # noqa: E402
 
 REPETITIONS = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 QUICK_REPETITIONS = {"jitter 0.3": 2, "lengths": 1, "quiet": 1}

@@ -32,8 +32,8 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import gpt_steps  # noqa: E402
 from benchmarks.channels.copies import Copies, NoCompilerError, build  # noqa: E402
-from benchmarks.ranks import environment, fork_ranks  # noqa: E402
-from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
+from harness.processes import environment, fork_ranks  # noqa: E402
+from harness.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20

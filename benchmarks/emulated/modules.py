@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from harness.sleeping_ranks import DTYPE, WIDTH
+
 from .competitors import Competitor
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork, WorkError, number_of
+from .work import RankWork, WorkError, number_of
 
 
 class EmulatedChunk(torch.nn.Module):

@@ -24,10 +24,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from harness.sleeping_ranks import DTYPE, WIDTH
+
 from .competitors import Competitor
 from .modules import PeerRunner
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork
+from .work import RankWork
 
 _SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,

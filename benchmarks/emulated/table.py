@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from harness.report import Row
 from megatron.adaptive.schedule.simulate import simulate
 
 from .competitors import ADAPTIVE, BASELINE, COMPETITORS, INTERLEAVED, PLUG_IN, TIGHT, Competitor

@@ -12,61 +12,21 @@ microbatch's tensor is an error, not a fast step.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from harness.sleeping_ranks import DTYPE, WIDTH, Sleeper
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
 
-WIDTH = 16
-DTYPE = torch.float64
-_PR_SET_TIMERSLACK = 29
 _AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
     """A runtime did something other than each action once with its own input."""
-
-
-def sharpen_timers() -> bool:
-    """Makes sleeps of this thread and its children end within microseconds of their time.
-
-    Ranks hardly compute, so where the system allows it they go before whatever else the machine
-    does: otherwise one that wakes up may wait milliseconds for another program's slice to end.
-
-    Returns:
-        Whether they do.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
-    try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except OSError:
-        return False
-    return True
-
-
-class Sleeper:
-    """Sleeps to a moment: wakes up a little before, by as much as sleeps were late, and spins."""
-
-    def __init__(self) -> None:
-        self._late_s = 100e-6
-
-    def until(self, moment_s: float) -> None:
-        """Returns at ``moment_s`` of ``time.monotonic``; at once if that is in the past."""
-        left_s = moment_s - time.monotonic()
-        if left_s > self._late_s:
-            wake_s = moment_s - self._late_s
-            time.sleep(left_s - self._late_s)
-            late_s = time.monotonic() - wake_s
-            # Follows what most sleeps do, not the one that lost its core for a while.
-            self._late_s += 5e-6 if late_s > self._late_s else -1e-6
-        while time.monotonic() < moment_s:
-            pass
 
 
 def number_of(tensor: torch.Tensor) -> int:

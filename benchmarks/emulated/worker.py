@@ -20,12 +20,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.emulated.competitors import COMPETITORS, Competitor  # noqa: E402
-from benchmarks.emulated.ours import Channels, OurRunner  # noqa: E402
+from benchmarks.emulated.ours import OurRunner  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
 from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
 from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
-from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
+from benchmarks.emulated.work import RankWork  # noqa: E402
+from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 # From the agreement on the start to the start itself: enough for all ranks to hear of it.

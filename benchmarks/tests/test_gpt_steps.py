@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpt_steps
 from benchmarks.gpt_steps import JOBS, disagreements, make_rows, takes_part
-from benchmarks.report import Row
+from harness.report import Row
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:

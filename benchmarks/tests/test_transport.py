@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import transport
 from benchmarks.channels import copies
-from benchmarks.ranks import fork_ranks
+from harness.processes import fork_ranks
 from megatron.adaptive import extension
 
 KIB = 1 << 10

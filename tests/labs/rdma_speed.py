@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.report import Result, Row, measured, missing, parser_of, ratios
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from tests.cpp_tests import VERBS, CppTests
 from tests.labs import rdma_lab
 from tests.multiprocess.launch import ROOT, environment
 from tests.soak import killed_ranks
-from tests.support.report import Result, Row, measured, missing, parser_of, ratios
-from tests.support.report import measure as run_parts
 
 BANDWIDTH, LATENCY = 0.90, 1.2
 """Least bandwidth and most latency, relative to perftest's."""

@@ -32,6 +32,8 @@ from typing import Any
 
 import psutil
 
+from harness.processes import run_module
+from harness.report import Result, Row
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.connection import SILENCE_S
@@ -41,8 +43,6 @@ from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.membership import allow_files
 from tests.cluster.jobs import environment
 from tests.multiprocess.launch import ROOT
-from tests.support.ranks import run_module
-from tests.support.report import Result, Row
 
 LAYERS = 8
 FLAGS = (

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.gpt_ranks import GptRank
+from harness.report import Result, Row, measured
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from megatron.adaptive.errors import AdaptiveError
 from tests.cluster.jobs import FLAGS, TRAINER
 from tests.multiprocess.launch import ROOT, torchrun
-from tests.support.ranks import LoadingRank
-from tests.support.report import Result, Row, measured
 
 KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
@@ -286,11 +286,11 @@ def _load_all(path: Path) -> None:
 
 class _TrainerLoader:
     def __init__(self) -> None:
-        self._rank = LoadingRank(_ALONE)
+        self._rank = GptRank(_ALONE)
         self.close = self._rank.close
 
     def load(self, saved: Saved) -> None:
-        progress = self._rank.load(saved.step, load=saved.folder)
+        progress = self._rank.load(ckpt_step=saved.step, load=saved.folder)
         assert progress is not None
         assert progress.iteration == saved.step
 

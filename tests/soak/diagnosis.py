@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from tests.soak.tracing import aggregate, cases, clocks, repairs  # noqa: E402
 from tests.soak.tracing import slept_runs as emulated  # noqa: E402
 from tests.soak.tracing.cases import WEAK, Outcome  # noqa: E402
-from tests.support.report import Result, Row, measure, measured, parser_of  # noqa: E402
 
 MILLION = 1_000_000
 

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.processes import train  # noqa: E402
+from harness.report import Result, Row, measure, parser_of  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 from tests.soak.lost_nodes import soaked  # noqa: E402
 from tests.soak.pieces import pieces  # noqa: E402
 from tests.soak.repartition import repartition  # noqa: E402
-from tests.support.ranks import train  # noqa: E402
-from tests.support.report import Result, Row, measure, parser_of  # noqa: E402
 
 PARTS = ("morphs", "start", "copies", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 from tests.soak import (  # noqa: E402
     commands,
     control_plane,
@@ -36,7 +37,6 @@ from tests.soak import (  # noqa: E402
     strangers,
 )
 from tests.soak.lost_nodes import end_in_order, soaked  # noqa: E402
-from tests.support.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 
 PARTS = (
     *("damages", "leases", "strangers", "secrets", "commands", "control", "soak"),

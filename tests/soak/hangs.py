@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, Ranks, forkserver
-from tests.support.report import Result, Row, one_line
 
 KINDS = (
     *("stopped", "collective", "reader", "disk", "schedule", "network", "lock"),

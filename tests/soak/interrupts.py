@@ -26,10 +26,10 @@ from pathlib import Path
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER
 from tests.multiprocess.launch import ROOT, environment, forking, start, tail
-from tests.support.report import Result, Row, one_line
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")

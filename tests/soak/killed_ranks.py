@@ -34,14 +34,14 @@ from typing import Any
 import psutil
 import torch
 
+from harness.processes import run_module
+from harness.report import Result, Row, one_line, parser_of
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
-from tests.support.ranks import run_module
-from tests.support.report import Result, Row, one_line, parser_of
-from tests.support.report import measure as run_parts
 
 RANKS = 3
 SLOT_BYTES, SLOTS = 256 << 10, 6

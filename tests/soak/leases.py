@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.report import Result, Row, measured, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.engine.folder_lease import STALE_S
 from tests.cluster.jobs import FLAGS, TRAINER, environment
 from tests.multiprocess.launch import ROOT
-from tests.support.report import Result, Row, measured, one_line
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0

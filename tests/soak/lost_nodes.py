@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.processes import run_ranks, train
+from harness.report import Result, Row, measured, missing
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from tests.cluster.jobs import FLAGS, environment
 from tests.soak.job_record import Record, faults, steps_of_logs
 from tests.soak.node_events import WEIGHTS, Events, role
 from tests.support.nodes import Node, Nodes, why_not
-from tests.support.ranks import run_ranks, train
-from tests.support.report import Result, Row, measured, missing
 
 _FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1", "--transport-silence-s", "10")
 TRAINER = str(Path(__file__).with_name("slow_trainer.py"))

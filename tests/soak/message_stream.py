@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import torch
 
+from harness.report import Result, Row, parser_of
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
-from tests.support.report import Result, Row, parser_of
-from tests.support.report import measure as run_parts
 
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"

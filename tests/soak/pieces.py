@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.processes import run_ranks
+from harness.report import Result, Row
 from tests.multiprocess.launch import ROOT
-from tests.support.ranks import run_ranks
-from tests.support.report import Result, Row
 
 EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.processes import train
+from harness.report import Result, Row
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.choose_partition import Loads, simulated_step
 from megatron.adaptive.schedule.catalog import make_candidate
 from megatron.adaptive.schedule.stage_placement import Placement
-from tests.support.ranks import train
-from tests.support.report import Result, Row
 
 WORKER = Path(__file__).parents[1] / "support" / "timed_layers.py"
 GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5

@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from harness.report import Result, Row, measure, measured, missing, parser_of
 from megatron.adaptive.cli.submit import batch_script, settings_text
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf
 from megatron.adaptive.cluster.node_processes import trainer_flags
 from tests.labs import slurm_lab
 from tests.labs.slurm_lab import Kind, Lab
 from tests.multiprocess.launch import ROOT, kill_tree, start
-from tests.support.report import Result, Row, measure, measured, missing, parser_of
 
 LIMIT_S = 240.0
 LEFT_S = 20.0

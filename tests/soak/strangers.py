@@ -33,13 +33,13 @@ from typing import Any
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
 from tests.multiprocess.launch import ROOT, forking, free_port, kill_tree, start, tail, wait_until
 from tests.soak.planted_secrets import NOBODY
-from tests.support.report import Result, Row, one_line
 
 LIMIT_S = 200.0
 HELD = 200

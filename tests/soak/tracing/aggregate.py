@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 
+from harness.processes import run_module
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
-from tests.support.ranks import run_module
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64

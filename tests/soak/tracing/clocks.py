@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.processes import run_module
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
 from megatron.adaptive.trace.trace_format import ClockSamples
-from tests.support.ranks import run_module
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
 """Offsets in seconds, drifts in ppm."""

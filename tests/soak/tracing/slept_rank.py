@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from harness.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.catalog import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.microbatch_assignment import deal  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
@@ -28,7 +29,6 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 from megatron.adaptive.trace.trace_format import KINDS, TraceHeader  # noqa: E402
-from tests.support.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
 from tests.support.synthetic_trace import Fault, SyntheticRun, draw_step  # noqa: E402
 
 LAYERS = 4

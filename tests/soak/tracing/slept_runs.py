@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from harness.processes import fork_ranks
 from megatron.adaptive.trace.diagnose import diagnose
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
-from tests.support.ranks import fork_ranks
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.report import Result, Row
+from harness import report
+from harness.report import Result, Row
 
 
 def test_a_part_that_fails_is_missed_and_the_others_stay(
