@@ -150,10 +150,7 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
         RuntimeError: A rank failed, or the time limit passed.
     """
     ranks = ALL_JOBS[job].ranks
-    result: dict[str, Any] = gpt_ranks.measure(
-        __file__, ranks, rounds, job, str(width), limit_s=limit_s
-    )
-    return result
+    return gpt_ranks.measure(__file__, ranks, rounds, job, str(width), limit_s=limit_s)
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:

@@ -22,7 +22,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ WINDOW = 10
 """Number of steps of a window."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
-_ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Turns of a round, with the feature or without: a steady drift changes both alike."""
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
@@ -59,10 +57,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
     Raises:
         RuntimeError: A rank failed, or the time limit passed.
     """
-    result: dict[str, Any] = gpt_ranks.measure(
-        __file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S
-    )
-    return result
+    return gpt_ranks.measure(__file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S)
 
 
 def costs(result: dict[str, Any], kind: str, unit: str = "s") -> list[float]:
@@ -89,66 +84,8 @@ class _Rank(TrainingRank):
         size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(RANKS[kind])]
         super().__init__([*GPT, *size, *flags])
 
-    def timed(
-        self,
-        work: Callable[[], object],
-        processor_s: Callable[[], float] = time.process_time,
-        steps: int = WINDOW,
-    ) -> tuple[float, float]:
-        """Returns the elapsed seconds per step of all ranks, and processor seconds of this one."""
-        import torch.distributed as dist
-
-        group = self._job.control_group
-        dist.barrier(group=group)
-        start_s, begin_cpu_s = time.perf_counter(), processor_s()
-        work()
-        spent_cpu_s = processor_s() - begin_cpu_s
-        dist.barrier(group=group)
-        return (time.perf_counter() - start_s) / steps, spent_cpu_s / steps
-
-    def turns(
-        self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
-    ) -> dict[str, Any]:
-        """Takes turns with and without the feature, after one uncounted turn of each.
-
-        Args:
-            rounds: Number of rounds of two turns of each.
-            turn: Function that takes one turn, with the feature if its argument is true; returns
-                elapsed seconds and processor seconds of this rank.
-            name: Name of turns with the feature.
-
-        Returns:
-            ``NAME_s`` and ``plain_s``: means of each round; ``NAME_cpu_s`` and ``plain_cpu_s``: the
-            sums of processor seconds over all ranks.
-        """
-        import torch
-        import torch.distributed as dist
-
-        for is_on in (False, True):
-            turn(is_on)
-        seconds = torch.zeros(rounds, 2, 2, dtype=torch.float64)
-        for number in range(rounds):
-            for is_on in _ORDERS[number % 2]:
-                seconds[number, int(is_on)] += torch.tensor(turn(is_on), dtype=torch.float64) / 2
-        processor_s = seconds[:, :, 1].clone()
-        dist.all_reduce(processor_s, group=self._job.control_group)
-        return {
-            f"{name}_s": seconds[:, 1, 0].tolist(),
-            "plain_s": seconds[:, 0, 0].tolist(),
-            f"{name}_cpu_s": processor_s[:, 1].tolist(),
-            "plain_cpu_s": processor_s[:, 0].tolist(),
-        }
-
-    def progress(self, iteration: int) -> Any:
-        """Returns the entry of a checkpoint about the progress of a run after some steps."""
-        from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
-
-        return Progress(
-            iteration=iteration,
-            consumed_train_samples=iteration * self._microbatches,
-            consumed_valid_samples=0,
-            skipped_iterations=0,
-        )
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"step_s": statistics.median(result["plain_s"])}
 
 
 class TracedRank(_Rank):
@@ -164,17 +101,14 @@ class TracedRank(_Rank):
 
     def measure(self, rounds: int) -> dict[str, Any]:
         self._train(False)
-        return self.turns(
-            rounds, lambda is_on: self.timed(lambda: self._train(is_on), steps=1), "traced"
-        )
+        return self.turns(rounds, lambda is_on: self.timed(lambda: self._train(is_on)), "traced")
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
         from megatron.adaptive.trace.read import read_run
 
         trace = read_run(self._traces)
         spans = sum(sum(b.marker.counts) for t in trace.ranks.values() for b in t.index.blocks)
-        step_s = statistics.median(result["plain_s"])
-        return {"spans": spans / max(1, len(trace.iterations)), "step_s": step_s}
+        return {"spans": spans / max(1, len(trace.iterations)), **super().facts(result)}
 
     def _train(self, is_traced: bool) -> None:
         self._iteration += 1
@@ -199,8 +133,7 @@ class SavingRank(_Rank):
         super().__init__("saving", 128, *flags, str(folder))
         from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
-        run = self._run
-        self._checkpoints = Checkpoints(run)
+        self._checkpoints = Checkpoints(self._run)
         self._folder = folder
         self._waited_s: list[float] = []
 
@@ -208,10 +141,9 @@ class SavingRank(_Rank):
         return {**self.turns(rounds, self._window, "saving"), "waited_s": self._waited_s[1:]}
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        step_s = statistics.median(result["plain_s"])
         latest = max(self._folder.glob("iter_*"))
         size_bytes = sum(file.stat().st_size for file in latest.iterdir())
-        return {"size_bytes": size_bytes, "step_s": step_s}
+        return {"size_bytes": size_bytes, **super().facts(result)}
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
         """Takes ten steps; returns elapsed and processor seconds per step."""
@@ -228,7 +160,7 @@ class SavingRank(_Rank):
                 self.train()
             self._checkpoints.saver.finish()
 
-        return self.timed(work)
+        return self.timed(work, steps=WINDOW)
 
 
 class CopyingRank(_Rank):
@@ -259,14 +191,11 @@ class CopyingRank(_Rank):
             limit_bytes=None,
         )
         state = RunState(self._run, lambda: self.progress(self._iteration + 1))
-        self._copies = Snapshots(state, self._job, settings, self._note, self._say)
+        warn = partial(print, file=sys.stderr)
+        self._copies = Snapshots(state, self._job, settings, self._note, warn)
 
     def _note(self, text: str) -> None:
         self.notice = text
-
-    @staticmethod
-    def _say(text: str) -> None:
-        print(text, file=sys.stderr)
 
     def measure(self, rounds: int) -> dict[str, Any]:
         return {
@@ -297,7 +226,7 @@ class CopyingRank(_Rank):
                 if is_copying and (each or number == WINDOW - 1):
                     copies.settle(self._iteration)
 
-        seconds = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s, WINDOW)
         if self.notice.startswith("off"):
             raise RuntimeError(f"copies of the state are {self.notice}")
         return seconds
@@ -318,9 +247,6 @@ class WatchedRank(_Rank):
     def measure(self, rounds: int) -> dict[str, Any]:
         return self.turns(rounds, self._window, "watched")
 
-    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        return {"step_s": statistics.median(result["plain_s"])}
-
     def _window(self, is_watched: bool) -> tuple[float, float]:
         """Takes ten steps; returns elapsed and processor seconds per step."""
         from megatron.adaptive.engine.hang_guard import HangGuard
@@ -340,7 +266,7 @@ class WatchedRank(_Rank):
                 self.train()
                 run.tracing.end_iteration()
 
-        seconds = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s, WINDOW)
         if is_watched:
             self._guard.close()
             self._guard = None

@@ -8,7 +8,6 @@ weights, and their losses and gradients are compared.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -211,17 +210,15 @@ class CompetingRank(TrainingRank):
 
     def step_s(self, name: str) -> float:
         """Returns the seconds of a step of a competitor on all ranks, with its update."""
-        import torch.distributed as dist
-
         microbatches = self.read()
         self.prepare(name)
-        dist.barrier(group=self._job.control_group)
-        start_s = time.perf_counter()
-        self._functions[name](microbatches)
-        self._run.optimizer.step()
-        self._accelerator.synchronize()
-        dist.barrier(group=self._job.control_group)
-        return time.perf_counter() - start_s
+
+        def step() -> None:
+            self._functions[name](microbatches)
+            self._run.optimizer.step()
+            self._accelerator.synchronize()
+
+        return self.timed(step)[0]
 
 
 def rotated(names: list[str], index: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ GPT = (
 MICROBATCHES = 8
 """Number of microbatches of a step with these flags."""
 
+_ORDERS = ((True, False, False, True), (False, True, True, False))
+"""Turns of a round, with the feature or without: a steady drift changes both alike."""
+
 
 class MeasuringRank(Protocol):
     """A rank that :func:`rank_main` can run."""
@@ -38,7 +42,9 @@ class MeasuringRank(Protocol):
         """Ends the job; collective."""
 
 
-def measure(script: str, ranks: int, rounds: int, *arguments: str, limit_s: float) -> Any:
+def measure(
+    script: str, ranks: int, rounds: int, *arguments: str, limit_s: float
+) -> dict[str, Any]:
     """Runs a script as ranks that measure; returns the result of the first one.
 
     Args:
@@ -55,7 +61,8 @@ def measure(script: str, ranks: int, rounds: int, *arguments: str, limit_s: floa
         output = Path(folder) / "result.json"
         command = [str(Path(script).resolve()), str(rounds), str(output), *arguments]
         run_ranks(command, ranks, limit_s)
-        return json.loads(output.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return result
 
 
 def rank_main(make: Callable[..., MeasuringRank]) -> None:
@@ -175,3 +182,64 @@ class TrainingRank(GptRank):
             before_update: Function that is called when the parameters are about to change.
         """
         self._step.train(self.read(), self._microbatches, self._iteration, before_update)
+
+    def timed(
+        self,
+        work: Callable[[], object],
+        processor_s: Callable[[], float] = time.process_time,
+        steps: int = 1,
+    ) -> tuple[float, float]:
+        """Returns the elapsed seconds per step of all ranks, and processor seconds of this one."""
+        import torch.distributed as dist
+
+        group = self._job.control_group
+        dist.barrier(group=group)
+        start_s, begin_cpu_s = time.perf_counter(), processor_s()
+        work()
+        spent_cpu_s = processor_s() - begin_cpu_s
+        dist.barrier(group=group)
+        return (time.perf_counter() - start_s) / steps, spent_cpu_s / steps
+
+    def turns(
+        self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
+    ) -> dict[str, Any]:
+        """Takes turns with and without the feature, after one uncounted turn of each.
+
+        Args:
+            rounds: Number of rounds of two turns of each.
+            turn: Function that takes one turn, with the feature if its argument is true; returns
+                elapsed seconds and processor seconds of this rank.
+            name: Name of turns with the feature.
+
+        Returns:
+            ``NAME_s`` and ``plain_s``: means of each round; ``NAME_cpu_s`` and ``plain_cpu_s``: the
+            sums of processor seconds over all ranks.
+        """
+        import torch
+        import torch.distributed as dist
+
+        for is_on in (False, True):
+            turn(is_on)
+        seconds = torch.zeros(rounds, 2, 2, dtype=torch.float64)
+        for number in range(rounds):
+            for is_on in _ORDERS[number % 2]:
+                seconds[number, int(is_on)] += torch.tensor(turn(is_on), dtype=torch.float64) / 2
+        processor_s = seconds[:, :, 1].clone()
+        dist.all_reduce(processor_s, group=self._job.control_group)
+        return {
+            f"{name}_s": seconds[:, 1, 0].tolist(),
+            "plain_s": seconds[:, 0, 0].tolist(),
+            f"{name}_cpu_s": processor_s[:, 1].tolist(),
+            "plain_cpu_s": processor_s[:, 0].tolist(),
+        }
+
+    def progress(self, iteration: int) -> Any:
+        """Returns the entry of a checkpoint about the progress of a run after some steps."""
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * self._microbatches,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )

@@ -1,4 +1,4 @@
-"""Turns measured steps into a table, goals and a chart."""
+"""Table, goals and chart of measured steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Least that a step without any cost beside the drawn work takes, relative to a measured one."""
+"""Lower limit of a simulated step, which takes only the drawn work, over the measured one."""
 LEAST_OF_GAIN = 0.97
-"""Least measured gain over another order, relative to the gain in simulation."""
+"""Lower limit of a measured gain over another order, as a share of the gain in simulation."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
     (PLUG_IN, INTERLEAVED, "jitter 0.3"),
     (ADAPTIVE, BASELINE, "lengths"),
 )
-"""Policy, rival and scenario of each gain with a goal."""
+"""Rule, rival and scenario of each gain that has a goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Steps:
     """Steps of one competitor in one scenario.
 
     Attributes:
-        competitor: Competitor that ran them.
+        competitor: Competitor that ran the steps.
         scenario: Name of the scenario.
         peak: Most activations that a rank held, in microbatches of a whole rank.
         measured_s: Seconds of each step, by repetition.
@@ -76,7 +76,7 @@ def simulated_s(competitor: Competitor, draws: Draws) -> float:
 def make_table(
     records: Sequence[Record], *, ranks: int, microbatches: int, times: Times, seed: int
 ) -> dict[tuple[str, str], Steps]:
-    """Sums up the records of a run.
+    """Returns the steps of a run by competitor and scenario.
 
     Args:
         records: Records of ``worker.Rank``.
@@ -149,9 +149,9 @@ def markdown(table: Table) -> str:
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
     """Compares the steps with bounds by simulation, and with fixed orders in no more memory."""
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
-    ours = [steps for steps in table.values() if steps.competitor.engine == "ours"]
-    if ours:
-        worst = min(ours, key=lambda steps: steps.of_bound)
+    of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
+    if of_executor:
+        worst = min(of_executor, key=lambda steps: steps.of_bound)
         what = "step without any cost over the measured one, worst"
         note = f"{worst.competitor.name}, {worst.scenario}"
         rows.append(_least(what, worst.of_bound, LEAST_OF_BOUND, note))
@@ -182,7 +182,7 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields how much longer each fixed order takes that holds no more than a policy may."""
+    """Yields how much longer fixed orders take that hold no more activations than a rule may."""
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue
@@ -196,7 +196,7 @@ def _least(what: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars, a group per scenario, and outlines policies."""
+    """Draws the speed-ups as bars, a group for each scenario; bars of rules have an outline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,7 +209,7 @@ def chart(table: Table, title: str, path: Path) -> None:
     colours = matplotlib.colormaps["tab20"]
     for index, name in enumerate(names):
         axes.bar(
-            [place + (index - (len(names) - 1) / 2) * width for place in range(len(scenarios))],
+            [group + (index - (len(names) - 1) / 2) * width for group in range(len(scenarios))],
             [speedup(table, name, scenario) or 0.0 for scenario in scenarios],
             width,
             label=name,
