@@ -7,9 +7,9 @@
                ├─ agents
                └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
-An agent does all that a node's own does, but for the ranks: what it has to start has started at
-once, and what it has to kill has ended at once. Half of those that are lost close their connection,
-as a killed agent does, the others fall silent, as a machine without power.
+An agent does everything that the agent of a node does, but has no ranks: a rank to start counts as
+started at once, a rank to kill as ended. Half of the lost agents close their connection, as if
+killed; the others fall silent, like a machine without power.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def measure(
     """Lets agents join, then loses one percent of them at regular intervals.
 
     Args:
-        agents: how many.
-        minutes: of losing.
-        every_s: from one loss to the next.
-        folder: an empty one, for the job.
-        seed: of who is lost.
-        silent: whether half of those that are lost fall silent; it takes the manager its limit.
+        agents: Number of agents.
+        minutes: Duration of the losses.
+        every_s: Seconds from one loss to the next.
+        folder: Empty folder for the job.
+        seed: Seed of the choice of lost agents.
+        silent: Whether half of the lost agents fall silent, which the manager notices at its limit.
     """
     draw = random.Random(seed)
     checkpoints = folder / "checkpoints"
@@ -89,7 +89,7 @@ def measure(
         joined_s = max(joined) - begun_s
         started = manager.until(r"epoch 1 \(start\)")
         while not (checkpoints / "elastic" / "state.json").exists():
-            time.sleep(0.1)  # it is written every two seconds
+            time.sleep(0.1)  # the state is written every two seconds
         lost: dict[str, tuple[float, bool]] = {}
         present = [f"n{number}" for number in range(agents)]
         answers_s: list[float] = []
@@ -162,7 +162,7 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the seconds until the state of the job was printed; checks that it is all there."""
+    """Returns the seconds until the state of the job was printed; checks that it is complete."""
     words = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
@@ -174,7 +174,7 @@ def _status_s(checkpoints: Path) -> float:
 
 
 class _Program:
-    """A process of this file with what it prints, and when it did."""
+    """A process of this file, and the lines that it prints with their times."""
 
     def __init__(self, *words: object) -> None:
         self.words = words
@@ -234,7 +234,7 @@ class _Program:
 
 
 def manage(checkpoints: Path, nodes: int) -> None:
-    """Is the manager."""
+    """Runs the manager."""
     spec = JobSpec(
         script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
@@ -277,7 +277,11 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Closes the connection, or stops its heartbeats if ``silently``."""
+        """Closes the connection, or only stops the heartbeats.
+
+        Args:
+            silently: Whether to stop the heartbeats.
+        """
         self.is_silent = True
         assert self._link is not None
         if silently:
@@ -288,7 +292,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Stands for a process that has ended, and for what is written to it."""
+    """Stands for a process that has ended and for its input."""
 
     returncode = 0
 
@@ -300,7 +304,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Is some hundred agents; does what lines of JSON on its standard input say."""
+    """Runs some hundred agents, with orders in JSON lines on standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -327,7 +331,7 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
         done, _ = await asyncio.wait([joined, *serving], return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            await one  # an agent that ends now was refused
+            await one  # raises if the agent was refused
         _print(joined=time.monotonic())
         async for line in reader:
             for what, name in json.loads(line).items():
@@ -344,7 +348,7 @@ def _print(**values: object) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Is the manager, or agents."""
+    """Runs the manager or agents."""
     checkpoints = Path(words[1])
     if words[0] == "manager":
         manage(checkpoints, int(words[2]))

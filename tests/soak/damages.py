@@ -1,9 +1,9 @@
 """Damages to checkpoints of the trainer and of a ``Pipeline``: each is found, and its file named.
 
-Checkpoints of several shapes are trained once. Each damage is done in place, looked for by what
-``checkpoint verify`` does, and undone. A sample of them is loaded, by the trainer and by a Pipeline
-in a process of their own: that must be refused with the same answer. Blocks are checked as they are
-read, so a refused load may have filled some weights: ``is_changed`` says so.
+Checkpoints of several shapes are trained once. Each damage is made in place, searched as
+``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in a process of its
+own, load a sample of them and must refuse it with the same message. Blocks are checked while they
+are read, so a refused load may have filled some weights: ``is_changed`` says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ STEPS, SAMPLES = 4, 4
 USED = "used: "
 LIMIT_S = 300.0
 _ALONE = [*FLAGS, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "1"]
-_ALONE += ["--make-vocab-size-divisible-by", "32"]  # as many rows in every shape
+# With this flag the vocabulary has the same number of rows in every shape.
+_ALONE += ["--make-vocab-size-divisible-by", "32"]
 _SHAPES = {
     "trainer-1": (1, ()),
     "trainer-pp2": (2, ("--pipeline-model-parallel-size", "2")),
@@ -44,7 +45,7 @@ _SHAPES = {
     "pipeline-1": (1, ()),
     "pipeline-2": (2, ()),
 }
-"""Ranks, and flags of the trainer."""
+"""Number of ranks and flags of the trainer, by name of a shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class Saved:
     """A complete checkpoint.
 
     Attributes:
-        folder: of checkpoints.
-        step: that it is of.
-        is_pipeline: whether a ``Pipeline`` made it.
+        folder: Folder of checkpoints.
+        step: Step of this checkpoint.
+        is_pipeline: Whether a ``Pipeline`` saved it.
     """
 
     folder: str
@@ -63,11 +64,11 @@ class Saved:
 
     @property
     def steps(self) -> StepFolders:
-        """Returns the folder as loading has it."""
+        """Returns the folder as the loader reads it."""
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Looks for damages as ``checkpoint verify`` does; returns what it says of them."""
+        """Looks for damages as ``checkpoint verify`` does; returns its report."""
         return "\n".join(self.steps.verify(self.step))
 
 
@@ -82,12 +83,12 @@ def measure(
     """Damages checkpoints.
 
     Args:
-        folder: an empty one, for checkpoints.
-        damages: how many.
-        whole: undamaged checkpoints that are looked at.
-        loads: damages that are also loaded.
-        seed: of the first; others follow.
-        shapes: names of those that are trained in.
+        folder: Empty folder for checkpoints.
+        damages: Number of damages.
+        whole: Number of undamaged checkpoints that are verified.
+        loads: Number of damages that are also loaded.
+        seed: Seed of the first damage; others follow.
+        shapes: Names of the shapes.
     """
     every = make_checkpoints(folder, shapes)
     seeds = range(seed, seed + damages)
@@ -161,10 +162,10 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Damages one of some checkpoints, and mends it again.
+    """Damages one of some checkpoints, and repairs it afterwards.
 
     Yields:
-        The checkpoint, the names of its files that are damaged, and what was done.
+        The checkpoint, the names of its damaged files, and a description of the damage.
     """
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
@@ -172,7 +173,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [one for one in sorted(folder.iterdir()) if one.stat().st_size]
-    # As many in small files as in the bytes of large ones.
+    # Half of the damages hit all files alike, half hit them in proportion to their size.
     sizes = [one.stat().st_size for one in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
@@ -199,13 +200,13 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
     """Damages a file in place.
 
     Args:
-        path: of the file; not empty.
-        kind: ``bit``, ``byte``, ``zeros`` (some other byte if there are zeros already),
-            ``truncated`` or ``missing``.
-        draw: random numbers.
+        path: Path of the file, which is not empty.
+        kind: Kind of damage: ``bit``, ``byte``, ``zeros`` (another byte if there are zeros
+            already), ``truncated`` or ``missing``.
+        draw: Generator of random numbers.
 
     Returns:
-        What was done, in words.
+        A description of the damage.
     """
     size = path.stat().st_size
     at = draw.randrange(size)
@@ -235,8 +236,8 @@ def load_damaged(
     """Loads damaged checkpoints in processes of their own.
 
     Returns:
-        For each its ``seed``, ``error``, empty where it was loaded, and ``is_changed``, whether a
-        weight was.
+        For each its ``seed``, its ``error``, empty if it was loaded, and ``is_changed``, whether a
+        weight changed.
     """
     found: list[dict[str, Any]] = []
     for is_pipeline in (False, True):
@@ -254,7 +255,7 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Is the process that loads: each damaged one, and before and after all of them a whole one."""
+    """Loads damaged checkpoints in this process, and a whole one before and after them."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -272,7 +273,7 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # of a file that was used as it is
+            except Exception as failure:  # a damaged file was used
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
             found.append({"seed": number, "error": error, "is_changed": is_changed})

@@ -1,12 +1,12 @@
-"""Measures how right the diagnosis and the figures of traces are, against limits.
+"""Compares the diagnosis and the figures of traces with the truth.
 
     python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``detection``, how often the diagnosis names the right fault in made-up runs; ``real``, the
-same in processes that work by sleeping; ``clock``, how far processes with wrong clocks are apart
-after alignment; ``bubble``, the bubble of a trace against the true one; ``aggregate``, figures of
-ten million spans; ``repairs``, twelve repairs that the what-if predicts, done in processes that
-work by sleeping. Exits with status 1 if a limit is missed.
+Parts: ``detection``, the share of synthetic runs in which the diagnosis names the right fault;
+``real``, the same in processes that sleep instead of computing; ``clock``, the errors of wrong
+clocks after alignment; ``bubble``, the bubble of a trace beside the true one; ``aggregate``, the
+figures of ten million spans; ``repairs``, twelve repairs that the what-if predicts, made in
+processes that sleep. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def of_real(options: argparse.Namespace) -> Result:
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Rows of the shares of right answers."""
+    """Returns the rows of the shares of right answers."""
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"
@@ -105,7 +105,7 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Part ``aggregate``; the short form reads fewer spans in as much less time."""
+    """Part ``aggregate``; the short form has fewer spans and a shorter limit."""
     spans = MILLION if options.quick else 10 * MILLION
     found = aggregate.measure(spans)
     note = f"{found['spans']:.0f} spans of {aggregate.RANKS} ranks"

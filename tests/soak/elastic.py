@@ -1,16 +1,16 @@
-"""Measures what changing the shape of a job costs, and whether its losses notice.
+"""Measures changes of a job's shape, and compares its losses with those of an unchanged job.
 
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
-Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
-node that is killed; ``start``, the time of process start, import and load under torchrun, which a
-morph is measured by; ``copies``, how many steps a node that is killed at a random moment costs
-while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that are
-killed, stopped, cut off and filled up at random, after each of which the job must go on or end with
-the reason; ``repartition``, the share that a slow rank regains by giving layers away, and the time
-of moving one; ``pieces``, steps of models with cut points as predicted from a profile and as
-measured. Exits with status 1 if a limit is missed.
+Parts: ``morphs``, six planned changes of shape and a killed node, for a small GPT on four processes
+of this machine; ``start``, the time of process start, import and load under torchrun, with which a
+change is compared; ``copies``, the number of steps that are lost with a node that is killed at a
+random moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root)
+that are killed, stopped, cut off and filled up at random, after which the job must continue or end
+with the reason; ``repartition``, the share of a slow rank's delay that moving layers regains, and
+the time of a move; ``pieces``, measured steps of models with cut points beside those predicted from
+a profile. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds a morph by a start, where both were measured."""
+    """Adds the time of a morph over that of a start, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
@@ -77,7 +77,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the job through its shapes."""
+    """Changes the shape of a job several times."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -126,7 +126,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines, and waits for some steps on them and for the times of the change."""
+    """Changes the machines, and waits for some steps on them and the report of the change."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -134,7 +134,7 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Times four processes under torchrun from their start to a loaded model."""
+    """Measures four processes under torchrun from their start to a loaded model."""
     saved, words = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*words, *shape], folder / "first", 4, LIMIT_S)
@@ -148,12 +148,12 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that a node costs that is lost while its state is copied."""
+    """Counts the steps that are lost with a node whose state is copied."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random moment of a step, and lets another take its place."""
+    """Kills a node at a random moment of a step, and adds another."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()

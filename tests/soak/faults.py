@@ -1,17 +1,16 @@
-"""Measures what damages, strangers, lost nodes and full disks do to a job.
+"""Exposes jobs to damages, strangers, lost nodes and full disks, and counts the effects.
 
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
-and loaded; ``leases``, jobs that begin on one folder, and
-holders of it that are killed; ``strangers``, who talk to all that listens during real jobs;
-``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
-``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
-``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it; ``hangs``, jobs that stand still, and
-what is said of them; ``interrupts``, jobs of all kinds whose processes are interrupted and killed
-at random moments. A part that fails is a goal missed, and the others are measured all the same.
-Exits with status 1 where a goal is missed.
+Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, which are
+searched and loaded; ``leases``, jobs that begin on one folder, and killed holders of it;
+``strangers``, who talk to all listeners of real jobs; ``secrets``, planted secrets, searched as
+another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
+thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
+needs root) that are killed, stopped, cut off and filled up, with full disks of traces and flipped
+bits in checkpoints; ``hangs``, jobs that stand still, and their messages; ``interrupts``, jobs of
+all kinds whose processes are interrupted and killed at random moments. A part that fails counts as
+a missed goal, and the others run. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measures as the command line says; returns the exit status."""
+    """Runs the parts that the command line names; returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
     parser.add_argument(

@@ -1,9 +1,10 @@
-"""Interrupts and kills processes of jobs at random moments, and looks at what each job makes of it.
+"""Interrupts and kills processes of jobs at random moments, and checks how each job ends.
 
-A chain is one folder of checkpoints. Its jobs follow each other: each goes on from the newest
-checkpoint, and one of its processes gets a signal at a random moment. Then nothing may be left
-behind, nobody may print a traceback or a native stack, each process says at most one line of why,
-the next job begins at the newest whole checkpoint, and all losses are those of an undisturbed job.
+A chain is one folder of checkpoints. Its jobs follow each other: each continues from the newest
+checkpoint, and one of its processes gets a signal at a random moment. Then no process or file may
+be left, no process may print a traceback or a native stack or more than one line with the reason,
+the next job must begin at the newest whole checkpoint, and all losses must be those of an
+undisturbed job.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals that are drawn from; a process that is stopped goes on after a while."""
+"""Names of the signals; a process that is stopped continues after a while."""
 STOPPED_S = (0.5, 4.0)
 """Bounds of the time in seconds for which a process is stopped."""
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
-"""Seconds after which a job that goes on in spite of a signal is asked to end."""
+"""Seconds after which a job that continues in spite of a signal is asked to end."""
 LEFT_LIMIT_S = 20.0
 STEPS_OF_A_JOB = 12
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Largest relative difference of losses between shapes of an elastic job, or absolute one."""
+"""Largest relative and absolute difference of losses between shapes of an elastic job."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -62,7 +63,7 @@ KINDS = ("launch", "torchrun", "machines", "pipeline", "single")
 
 @dataclass(kw_only=True)
 class Chain:
-    """Jobs of one kind that go on from each other's checkpoints.
+    """Jobs of one kind of which each continues from the previous one's checkpoints.
 
     Attributes:
         kind: One of :data:`KINDS`.
@@ -89,7 +90,7 @@ class Chain:
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Returns the folder for what the job of a number says of its steps."""
+        """Returns the folder for the progress files of the job of a number."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
@@ -125,7 +126,7 @@ class Chain:
         words += ["--progress-dir", progress, "--save", saved, "--load", saved]
         if self.kind == "single":
             run = [sys.executable, "-m", "megatron.adaptive", "train", "single", "--runs-dir"]
-            # It makes a corpus and its vocabulary itself.
+            # This script creates its corpus and vocabulary.
             text = " ".join(words).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
             words = text.replace("--mock-data", "").split()
             return [*run, str(self.folder / "runs"), "--", *words]
@@ -164,7 +165,7 @@ class Chain:
 
 
 class RunningJob:
-    """A job that runs, and all processes that it ever had.
+    """A running job, and all processes that it had so far.
 
     Args:
         command: Command line.
@@ -181,7 +182,7 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns the roles of all processes that live, without those that stand for a fork."""
+        """Returns the roles of all live processes, without those that only represent a fork."""
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
         while left:
@@ -231,7 +232,7 @@ class RunningJob:
         ]
 
     def close(self) -> None:
-        """Ends whatever is left of it."""
+        """Ends all processes that are left."""
         self.processes()
         for process in self.family.values():
             with contextlib.suppress(psutil.Error):
@@ -240,22 +241,22 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns what a process is, by its command line and the name that a fork has."""
+    """Returns the role of a process by its command line and the name of a fork."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
-    if "rank_forkserver" in text:  # so are those that it has forked
+    if "rank_forkserver" in text:  # its forks have this text too
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Describes a signal and what became of the job.
+    """Describes a signal and the end of the job.
 
     Attributes:
         what: Kind of job, signal, role, and moment.
-        faults: Sentences on all that is not as it should be.
+        faults: Sentences about everything that is wrong.
         status: Exit status of the job.
-        steps: Number of steps that it did.
+        steps: Number of steps that the job took.
     """
 
     what: str
@@ -305,7 +306,7 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Lets a job train some steps and asks it to end; returns the time of all that in seconds."""
+    """Asks a job to end after some steps; returns the outcome and the seconds of the whole job."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -334,7 +335,7 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
             os.kill(pid, signal.SIGCONT)
     what = f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
     status = job.wait(AGAIN_LIMIT_S)
-    if status is None:  # it goes on, as it may
+    if status is None:  # the job continued, which is allowed
         job.root.send_signal(signal.SIGTERM)
         what += ", then SIGTERM"
         status = job.wait(END_LIMIT_S)
@@ -350,9 +351,9 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
         bad = []  # the errors of a library, which a user's script does not catch
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
-        bad = []  # of torch's launcher, which reports a signal so
+        bad = []  # torch's launcher reports a signal in this way
     if any("init_import_site" in line for line in lines):
-        bad = []  # of the interpreter, which has not come to any program yet
+        bad = []  # the interpreter had not started any program yet
     if bad:
         faults.append(f"{bad[0][:200]!r} in {job.log}")
     reasons = [line for line in lines if _REASON.search(line)]
@@ -360,12 +361,12 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
-    # Before any program of ours runs, a signal ends the interpreter without a word.
+    # Before a program of this project runs, a signal ends the interpreter without a message.
     has_begun = bool(lines) or "to fork" in what
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
-    # Whoever asks a whole job to end, not one process of it, loses no step.
+    # If the whole job is asked to end, not one process of it, no step may be lost.
     is_asked = what.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", what
     )
@@ -382,7 +383,7 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Compares losses with those of a job that nothing disturbs."""
+    """Compares losses with those of an undisturbed job; returns the differences."""
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",

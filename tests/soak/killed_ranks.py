@@ -1,4 +1,4 @@
-"""Kills one of three ranks at a random moment, again and again, and looks at what is left.
+"""Kills one of three ranks at a random moment, many times, and checks the others and what is left.
 
 ::
 
@@ -49,20 +49,19 @@ SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
 """Seconds within which a neighbour has to notice."""
-# Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
-# longer.
+# A rank sends some hundred messages in this time; the machines of the RDMA lab are slower.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
 def neighbours(rank: int) -> list[int]:
-    """Ranks that a rank has channels with."""
+    """Returns the ranks with which a rank has channels."""
     return [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Body of a rank; says over ``connection`` where it is, and what ended it."""
+    """Runs a rank, which reports its state and the reason of its end over a connection."""
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -114,8 +113,8 @@ class Trial:
     """One kill.
 
     Args:
-        kind: transport.
-        seed: of all draws.
+        kind: Name of the transport.
+        seed: Seed of all random numbers.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -168,7 +167,7 @@ class Trial:
             end.close()
 
     def _say_stop(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # it has heard of the loss, and ended
+        with contextlib.suppress(OSError):  # the rank noticed the loss and ended
             self._ends[rank].send("stop")
 
     def _expect(self, rank: int, limit_s: float) -> Any:
@@ -177,12 +176,12 @@ class Trial:
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
-        """Processes that did not end."""
+        """Returns the processes that did not end."""
         return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
 
 
 def litter() -> set[str]:
-    """What a process may leave behind: shared memory, sockets, files, children, RDMA objects."""
+    """Returns shared memory, sockets, files, children and RDMA objects of processes."""
     found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
@@ -193,7 +192,7 @@ def litter() -> set[str]:
 
 
 def rdma_objects() -> set[str]:
-    """Per RDMA device, how many queue pairs, memory regions and so on the kernel holds."""
+    """Returns the numbers of queue pairs, memory regions and so on of each RDMA device."""
     if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
         return set()
     done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
@@ -224,7 +223,7 @@ def measure(count: int, kind: str) -> Result:
 
 
 def rows_of(found: dict[str, Any], what: str) -> list[Row]:
-    """Returns the rows of what :func:`main` printed."""
+    """Returns the rows of the outcomes that :func:`main` printed."""
     trials = found["trials"]
     failed = [trial["failed"] for trial in trials if "failed" in trial]
     whole = [trial for trial in trials if "failed" not in trial]
@@ -282,7 +281,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # Other programs' files come and go; what this one left stays.
+    # Files of other programs disappear after a while; those that this one left stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

@@ -1,9 +1,9 @@
 """Two jobs on one folder, and jobs that are killed or stand still: no checkpoint is mixed or lost.
 
-A job here is two processes, forked from one that has imported torch, which save small tensors by
-the saver of trainer and ``Pipeline``, at random moments, at once or behind. Each tensor is full of
-a number that names job, step and rank, so that the files of a checkpoint show which job wrote them.
-A job of another machine has another boot ID. Some pairs are real trainers.
+A job here is two processes, forked from one that has imported torch. They save small tensors by the
+saver of trainer and ``Pipeline``, at random moments, at once or in a thread. All elements of a
+tensor are a number made of job, step and rank, so that the files of a checkpoint show which job
+wrote them. A job of another machine has another boot ID. Some pairs are real trainers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tests.multiprocess.launch import ROOT
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
-_NUMBERS = 4096  # of a tensor
+_NUMBERS = 4096  # elements of a tensor
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
-"""A start asks for the statuses of all processes, and who asks at the same time misses them."""
+"""Starting a process collects the statuses of all processes; another thread would miss them."""
 
 
 @dataclass
 class Seen:
-    """Collects what was seen; lists of lines say what went wrong."""
+    """Collects the observations of a soak; lists of lines describe the faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -62,11 +62,11 @@ class SmallJob:
     """A job that saves checkpoints.
 
     Args:
-        folder: of checkpoints.
-        number: of the job, from 1 on.
-        saves: checkpoints that it saves.
-        seed: of its moments.
-        is_far: looks as if it were on a machine of its own.
+        folder: Folder of checkpoints.
+        number: Number of the job, from 1.
+        saves: Number of checkpoints that it saves.
+        seed: Seed of the moments at which it saves.
+        is_far: Whether it appears to be on another machine.
     """
 
     def __init__(self, folder: Path, number: int, saves: int, seed: int, *, is_far: bool) -> None:
@@ -117,7 +117,7 @@ class SmallJob:
 def run_rank(
     rank: int, folder: str, log: str, number: int, saves: int, seed: int, is_far: bool
 ) -> None:
-    """Is one rank of a :class:`SmallJob`."""
+    """Runs one rank of a :class:`SmallJob`."""
     import torch
     import torch.distributed as dist
 
@@ -307,7 +307,7 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts the trainer twice with one ``--save``, kills what is left, and starts it again."""
+    """Starts two trainers with the same ``--save``, kills the one that runs, and starts another."""
     chance, seen = random.Random(seed), Seen()
     words = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
     words += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
@@ -363,11 +363,12 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     """Runs jobs on shared folders; each pair and each killed one has a folder of its own.
 
     Args:
-        folder: an empty one.
-        pairs: of jobs that begin at random moments.
-        kills: holders that are killed; a tenth as many more stand still and are taken over.
-        seed: of all that is random.
-        real: pairs of trainers.
+        folder: Empty folder.
+        pairs: Number of pairs of jobs that begin at random moments.
+        kills: Number of holders that are killed; a tenth of this number stand still instead and
+            are taken over.
+        seed: Seed of all random numbers.
+        real: Number of pairs of trainers.
     """
     work: list[tuple[str, Callable[[Path, int], Seen]]] = [
         *(("pair", pair) for _ in range(pairs)),
@@ -383,7 +384,7 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
         return part(own / "checkpoints", seed * 100_000 + number)
 
     seen = Seen()
-    # Jobs are forked from a process that has imported what they need.
+    # Jobs are forked from a process that has imported their modules.
     os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
     needed = ["megatron.adaptive.checkpoint.saver", "megatron.adaptive.accelerator"]
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *needed])

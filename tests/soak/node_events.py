@@ -1,4 +1,4 @@
-"""What happens to the nodes of a job: each kind of event, and its end where it lasts."""
+"""Events that happen to the nodes of a job, and the ends of those that last."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ WEIGHTS = {
 }
 """Weights by which kinds of events are drawn."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
-"""Ranges of how long it lasts, where it does: less than the time limit of silence, and more."""
+"""Ranges of the durations of events: shorter than the time limit of silence, and longer."""
 
 
 class Events:
-    """Does events to nodes.
+    """Causes events on nodes.
 
     Args:
-        nodes: to do them to.
-        draw: random numbers.
-        note: told when something that lasts is over.
-        checkpoints: folder of the job's.
+        nodes: Nodes of the job.
+        draw: Generator of random numbers.
+        note: Function that takes a line when an event that lasts is over.
+        checkpoints: Folder of the job's checkpoints.
 
     Attributes:
-        damaged: checkpoints of which a bit was flipped: iteration, moment in ns, and inode of the
-            folder, by which one that was written anew is known.
+        damaged: Checkpoints with a flipped bit: iteration, time in nanoseconds, and inode of the
+            folder, which differs if it was written again.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether nothing lasts any more."""
+        """Whether no event lasts any more."""
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
         """Causes one event.
 
         Args:
-            name: of its kind.
-            node: to do it to.
+            name: Kind of the event.
+            node: Node on which it happens.
 
         Returns:
-            What was done, ``None`` where there is nothing to do it to.
+            Description of the event, ``None`` if it is not possible now.
         """
         what = node.name
         undo: Undo | None = None
@@ -105,7 +105,7 @@ class Events:
             what = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
-        elif name == "bit-flip":  # and a rank is lost, so that it is loaded
+        elif name == "bit-flip":  # a rank is killed too, so that the checkpoint is loaded
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
             what += f", {flipped}"
@@ -125,7 +125,7 @@ class Events:
     def _flip_bit(self) -> str | None:
         """Flips a bit of the newest complete checkpoint; returns file and bit.
 
-        Without a whole one before it nothing is left that the job could go on from: ``None``.
+        Returns ``None`` if there is no older whole checkpoint from which the job could continue.
         """
         steps = sorted(self._checkpoints.steps().items())
         inodes = {inode for _, _, inode in self.damaged}
@@ -148,7 +148,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """What a process of the job is, in a word, and its state."""
+    """Returns the role of a process of the job in a word, and its state."""
     with contextlib.suppress(psutil.Error):
         words = process.cmdline()
         parent = process.parent()

@@ -1,8 +1,8 @@
-"""Steps of models with cut points: as the planner predicts them from a profile, and as measured.
+"""Steps of models with cut points, measured and as the planner predicts them from a profile.
 
-Two processes of this machine. The model is profiled, the planner chooses as it does for a
-``Pipeline`` without sizes, and its best shapes are trained in. Run as a program it is one rank of
-that, and its arguments are the name of a model, steps, and a file for its results.
+A model is profiled on two processes of this machine, the planner chooses as it does for a
+``Pipeline`` without sizes, and its best shapes are trained. As a program this file is one rank; its
+arguments are the name of a model, the number of steps, and a file for its results.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
 STEPS, QUICK_STEPS, WARM_UP = 30, 10, 3
 SIZES = {"mlp": 256, "vit": 16}
-"""Samples of a step of each model of ``examples/cutpoint``."""
+"""Number of samples of a step, by model of ``examples/cutpoint``."""
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
     """Compares numbers of pieces; returns a row for each model and shape.
 
     Args:
-        folder: for what the ranks tell.
-        quick: with fewer steps.
+        folder: Folder for the results of the ranks.
+        quick: Whether to take fewer steps.
     """
     found: dict[str, Any] = {}
     rows = []

@@ -1,8 +1,8 @@
 """Scans real jobs for planted secrets as another user of the machine would.
 
-Secrets are planted in the environment of a job over ssh, in ``conf.sh`` of a job of pods and of one
-of Slurm. While the jobs run, a process of another user reads every command line and every file that
-it may, again and again.
+Secrets are planted in the environment of a job over ssh, and in ``conf.sh`` of a job of pods and of
+a job of Slurm. While the jobs run, a process of another user repeatedly reads every command line
+and every file that it may read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
 PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
-"""A variable that is no secret and must arrive as it is."""
+"""A variable that is no secret and must arrive unchanged."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
 _SERVER = """
@@ -62,12 +62,12 @@ TRAINER_FLAGS='--vocab-size 255'
 class Scanner:
     """Looks for secrets as another user, from its start to :meth:`close`.
 
-    The process that looks gives up all rights where this one is root's; elsewhere it leaves out
-    files that others may not read. It begins at once: make it before there are threads.
+    If this process is root's, the searching process gives up all rights; otherwise it skips files
+    that others may not read. It is forked at once, so make it before there are threads.
 
     Args:
-        secrets: what must not be found.
-        folders: that are searched, with all below.
+        secrets: Texts that must not be found.
+        folders: Folders that are searched, with all folders below.
     """
 
     def __init__(self, secrets: Sequence[str], folders: Sequence[Path]) -> None:
@@ -79,14 +79,14 @@ class Scanner:
         theirs.close()
 
     def files(self) -> tuple[int, list[str]]:
-        """Searches the folders now; returns how many files could be read, and those with finds."""
+        """Searches the folders now; returns the number of files read, and those with secrets."""
         self._link.send("files")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         found: tuple[int, list[str]] = self._link.recv()
         return found
 
     def close(self) -> tuple[int, list[str]]:
-        """Ends it; returns how many different command lines were read, and those with finds."""
+        """Ends the search; returns the number of command lines, and those with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         found: tuple[int, list[str]] = self._link.recv()
@@ -123,7 +123,7 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were written since then and that others may read."""
+    """Yields files that were written since a time and that others may read."""
     for folder in folders:
         for place, below, names in os.walk(folder):
             if not is_other:
@@ -142,15 +142,16 @@ def measure(seed: int = 1) -> dict[str, Any]:
     """Runs the jobs and scans them.
 
     Args:
-        seed: of the secrets.
+        seed: Seed of the secrets.
 
     Returns:
-        ``found``: places where a secret was found; ``commands``, ``files``: how many were read;
-        ``seen``: of two secrets planted in sight, how many the scanner saw; ``arrived``: jobs whose
-        processes had all the variables, of ``jobs``; ``skipped``: why a job was not run.
+        ``found``: places with a secret; ``commands`` and ``files``: numbers of command lines and
+        files that were read; ``seen``: number of two visible secrets that the scanner found;
+        ``arrived``: number of ``jobs`` whose processes had all variables; ``skipped``: reasons why
+        jobs were not run.
     """
     draw = random.Random(seed)
-    # Marks that a shell, JSON and a regular expression would each mistake for their own.
+    # These characters have a meaning in a shell, in JSON and in regular expressions.
     secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
     planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
     with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
@@ -193,7 +194,7 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Counts which of a command line and a file with a secret in it the scanner sees."""
+    """Returns how many of a visible command line and a visible file with a secret are found."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -235,7 +236,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         agent = psutil.Process(node["pid"])
         far = [agent, *agent.children(recursive=True)]
         assert manager.pid not in {one.pid for one in agent.parents()}, "ssh was not in between"
-        # Ranks are forked from the last of them, with its variables.
+        # Ranks are forked from the last process, with its variables.
         arrived = len(far) > 1 and all(wanted.items() <= one.environ().items() for one in far[:2])
         manager.send_signal(signal.SIGTERM)
         assert manager.wait(LIMIT_S) == 128 + signal.SIGTERM, (folder / "log.txt").read_text()
@@ -251,14 +252,14 @@ def _ssh_programs(folder: Path) -> Path:
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for this folder
     subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
     return programs
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets, which is its user's alone to read."""
+    """Writes a ``conf.sh`` with the secrets that only its user may read."""
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -294,7 +295,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to programs that take Slurm's place and write down what they were given."""
+    """Submits a job to programs that stand for Slurm's and write down their input."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")

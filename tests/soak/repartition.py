@@ -1,10 +1,10 @@
-"""What live re-partition regains of a slow rank's time, and what moving a layer takes.
+"""Share of a slow rank's delay that moving layers regains, and the time of moving a layer.
 
-Four ranks train a GPT whose layers take a given time (``timed_layers.py``), on one of them 1.5
-times as long. ``--repartition auto`` chooses a partition; then the same processes train in turns
-under that one, under equal stages and under the partition that is best of all in simulation, so
-that what else the machine does meanwhile falls on all three. Then a small GPT at full speed hands
-single layers to and fro.
+Four ranks train a GPT whose layers take a chosen time (``timed_layers.py``), on one rank 1.5 times
+as long. ``--repartition auto`` chooses a partition. Then the same processes train in turns with
+this partition, with equal stages and with the partition that is best in simulation, so that other
+programs slow down all three alike. Then a small GPT at full speed moves single layers back and
+forth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # The norm that gradients are clipped by adds up in another order after a move.
+    # After a move the norm for clipping gradients is summed in another order.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -79,7 +79,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
+    # Without a move, or if other programs hide the slow rank, nothing is regained.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -99,7 +99,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Median of a step under each partition, without the first one after each move."""
+    """Returns the median step of each partition, without the first step after a move."""
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     found: dict[tuple[int, ...], list[float]] = {}
     for at, partition in turns["turns"]:
@@ -110,7 +110,7 @@ def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[
 
 
 def _ideal() -> tuple[int, ...]:
-    """The best of all partitions for the speeds that the ranks truly have."""
+    """Returns the best of all partitions for the true speeds of the ranks."""
     each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
     even = (LAYERS // RANKS,) * RANKS
     loads = Loads(

@@ -1,8 +1,8 @@
-"""The trainer with steps that take a while, as if the model were large, at no cost of processors.
+"""The trainer with steps that wait, as if the model were large, but without using processors.
 
-Seconds that each step waits are in ``SOAK_STEP_S``; what is computed stays the same. With
-``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` it only loads checkpoints, one after the
-other as training does.
+``SOAK_STEP_S`` is the number of seconds that each step waits; its results are the same. With
+``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` the program only loads checkpoints, one after
+the other, as training does.
 """
 
 from __future__ import annotations

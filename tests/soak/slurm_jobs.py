@@ -1,11 +1,11 @@
-"""Measures what a job costs that Slurm starts, and how soon the monitor names a lost node.
+"""Measures the start of a job by Slurm, and how soon the monitor names a lost node.
 
     python -m tests.soak.slurm_jobs [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``start``, from sbatch to the first iteration on a Slurm of two nodes, less the start of the
-same job by torchrun alone; ``crash``, from a node's end to its name in the monitor, and processes
-that the job leaves behind. Both need root and the packages of ``bash prerequisite.sh --slurm``.
-Exits with status 1 if a limit is missed.
+Parts: ``start``, the time from sbatch to the first iteration on a Slurm of two nodes, minus that of
+the same job started by torchrun; ``crash``, the time from a node's end to its name in the monitor,
+and the processes that the job leaves behind. Both need root and the packages of
+``bash prerequisite.sh --slurm``. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.multiprocess.launch import ROOT, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Processes that a job leaves are orphans if they live so long after it."""
+"""Seconds after the end of a job from which its processes count as orphans."""
 PORT = 29711
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
@@ -53,7 +53,7 @@ ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
-    """A Slurm of two nodes, and a third for what comes after a crash."""
+    """Starts a Slurm of two nodes, and a third one for the time after a crash."""
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
@@ -71,7 +71,7 @@ def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> fl
 
 
 def has_iterated(folder: Path) -> bool:
-    """Whether a file of a job holds the line of an iteration."""
+    """Returns whether a file of a job has the line of an iteration."""
     return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
 
 
@@ -96,7 +96,7 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
     """Waits for the first iteration of a job.
 
     Raises:
-        TimeoutError: it did not come; what Slurm and the job said goes to stderr.
+        TimeoutError: There was none; the output of Slurm and of the job goes to stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
@@ -147,7 +147,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Part ``start``: both take turns."""
+    """Part ``start``: starts by Slurm and by torchrun take turns."""
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
@@ -198,7 +198,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses the second node of a job; returns times to its naming and to the end, and orphans."""
+    """Loses the second node of a job; returns the times to its naming and the end, and orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")

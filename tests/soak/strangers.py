@@ -1,12 +1,12 @@
 """Strangers at the listeners of real jobs: they change nothing, end nothing and move no loss.
 
-An elastic job of two nodes that keep snapshots for each other and compare clocks, a master of pods
-that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm`` run
-on this machine. Meanwhile a process for each listener, with many connections from many addresses,
-says random bytes, what a node of a version without secrets would say, handshakes that are cut
-short, guessed, repeated or sent back, and holds hundreds of connections open without a word. No
-connection is closed before the listener has ended it, so that all that was said could be read. At
-Unix sockets it is another user.
+On this machine run an elastic job of two nodes that keep snapshots for each other and compare
+clocks, a master of pods that waits for its worker, ``doctor``, and ranks that wait for a peer over
+``tcp`` and ``shm``. Meanwhile one process for each listener, with many connections from many
+addresses, sends random bytes, the messages of a node of a version without secrets, and handshakes
+that are cut short, guessed, repeated or sent back. It also holds hundreds of connections open
+without sending anything. No connection is closed before the listener has ended it, so that the
+listener could read everything. At Unix sockets the process is another user's.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LIMIT_S = 200.0
 HELD = 200
 _AT_ONCE = 48
 _END_S = 6.0
-"""A listener ends who has said something wrong at once, and who says nothing in five seconds."""
+"""Listeners end connections with wrong messages at once, and silent ones in five seconds."""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: takes a port once it connects
+_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: the port is chosen when it connects
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Of the time that strangers have, by what they talk to."""
+"""Shares of the strangers' time, by the kind of program to which they talk."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -77,8 +77,9 @@ class Visit:
     """One stranger's connection.
 
     Attributes:
-        first: what it says at once.
-        then: makes of the listener's answer what it says next, ``None`` where it waits for none.
+        first: Bytes that it sends at once.
+        then: Function that makes its next bytes from the listener's answer, ``None`` if it waits
+            for no answer.
     """
 
     first: bytes
@@ -129,7 +130,7 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Goes on as if the secret had been the right one."""
+    """Returns the next message of a stranger that guessed the secret."""
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
@@ -140,11 +141,11 @@ class Place:
     """Names a listener.
 
     Attributes:
-        name: of it.
-        port: of TCP on the loopback, 0 for a Unix socket.
-        unix: abstract name of that.
-        kind: of its socket.
-        says: yields what is said there.
+        name: Name of the listener.
+        port: Port of TCP on the loopback address, 0 for a Unix socket.
+        unix: Abstract name of the Unix socket.
+        kind: Kind of the socket.
+        says: Function that yields the visits of strangers.
     """
 
     name: str
@@ -158,8 +159,8 @@ class Crowd:
     """Talks to one listener from many addresses of this machine over many connections at once.
 
     Args:
-        place: where it listens.
-        seed: of what is said.
+        place: Listener to which it talks.
+        seed: Seed of the visits.
     """
 
     def __init__(self, place: Place, seed: int) -> None:
@@ -171,7 +172,12 @@ class Crowd:
         self.said = self.unheard = 0
 
     def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
-        """Says so many messages, or until something has become true."""
+        """Sends a number of messages, or until a condition holds.
+
+        Args:
+            messages: Number of messages.
+            is_over: Function that returns whether to stop.
+        """
         visited = 0
         while self.said < messages and not is_over():
             visited += 1
@@ -184,13 +190,13 @@ class Crowd:
                 self._say(one, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open and not is_over():  # who listens may wait for nobody any more
+        while self._open and not is_over():  # the listener may accept nobody any more
             self._finish(*self._open.popleft())
         for one in [*self._held, *(one for one, _ in self._open)]:
             one.close()
 
     def _hold(self) -> None:
-        """Sends a byte now and then on connections that stay; others come for those that ended."""
+        """Sends a byte now and then on idle connections, and replaces those that ended."""
         if len(self._held) >= HELD:
             one = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -210,7 +216,7 @@ class Crowd:
             return one
         one = socket.socket()
         one.settimeout(_END_S)
-        # Closing resets the connection: else the machine runs out of ports within seconds.
+        # Closing resets the connection, or the machine would run out of ports within seconds.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         one.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
@@ -229,7 +235,7 @@ class Crowd:
                 one.shutdown(socket.SHUT_WR)
 
     def _finish(self, one: socket.socket, visit: Visit) -> None:
-        """Goes on once the listener has answered, and ends once it has ended."""
+        """Sends the rest of a visit after the answer, and waits until the listener has ended it."""
         try:
             answer = one.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -241,7 +247,7 @@ class Crowd:
         except TimeoutError:
             self.unheard += 1
         except OSError:
-            pass  # it reset the connection
+            pass  # the listener reset the connection
         one.close()
 
 
@@ -252,13 +258,13 @@ def crowds(
     """Lets strangers talk to listeners until the context ends.
 
     Args:
-        places: the listeners.
-        messages: to each of them.
-        seed: of what is said.
-        found: takes what was said to whom, where it is of interest.
+        places: The listeners.
+        messages: Number of messages to each listener.
+        seed: Seed of the visits.
+        found: Record that takes numbers of messages and unended visits by listener.
 
     Yields:
-        Their processes, one for each listener.
+        Processes of the strangers, one for each listener.
     """
     context = multiprocessing.get_context("fork")
     over, counts = context.Event(), context.SimpleQueue()
@@ -289,7 +295,7 @@ def crowds(
 def _speak(
     place: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Is the process of a crowd."""
+    """Runs the process of a crowd."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.unix:
         os.setgroups([])
@@ -302,10 +308,10 @@ def _speak(
 
 
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
-    """Lists the abstract Unix sockets of this package at which some processes listen.
+    """Returns the abstract Unix sockets of this package at which some processes listen.
 
-    Those of ranks are streams, at which nobody waits any more once their channels stand; those of
-    keepers keep the ends of messages.
+    Ranks have streams, at which they stop listening when their channels are open; keepers have
+    sockets that preserve the ends of messages.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
     listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
@@ -315,7 +321,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Lets strangers say ``messages`` to every listener; see :func:`measure`."""
+    """Returns the rows of :func:`measure`."""
     found = measure(messages, limit_s, seed)
     least = min(found["said"].values())
     said = ", ".join(
@@ -341,18 +347,19 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers say ``messages`` to each listener of jobs.
+    """Lets strangers talk to each listener of jobs.
 
     Args:
-        messages: to each.
-        limit_s: of all talking together.
-        seed: of what is said.
+        messages: Number of messages to each listener.
+        limit_s: Limit of the whole time of talking, in seconds.
+        seed: Seed of the visits.
 
     Returns:
-        ``said`` and ``per_s``, messages, and how many a second, by listener; ``unheard``, visits
-        that a listener did not end, by listener; ``ends``, jobs and nodes that ended or began anew;
-        ``effects``, in words, what else they did; ``steps``, compared with a run of its own, and
-        ``differences``, losses among them that are not equal bit for bit; ``talked_s``.
+        ``said`` and ``per_s``: messages, and messages per second, by listener; ``unheard``: visits
+        that a listener did not end, by listener; ``ends``: jobs and nodes that ended or started
+        again; ``effects``: descriptions of other effects; ``steps``: number of steps that were
+        compared with an undisturbed run; ``differences``: losses among them that differ in any bit;
+        ``talked_s``: seconds of talking.
     """
     found: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
@@ -379,7 +386,7 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers talk, and does something while they still do, without a goal, at the end."""
+    """Lets strangers talk; at the end calls a function while they talk without a limit."""
     begun_s = time.monotonic()
     with crowds(places, messages, seed, found) as talking:
         while any(one.is_alive() for one in talking) and not is_over():
@@ -391,7 +398,7 @@ def _talk(
 
 
 def listening(process: psutil.Process) -> list[int]:
-    """Lists the TCP ports that a process listens at."""
+    """Returns the TCP ports at which a process listens."""
     connections = process.net_connections(kind="tcp")
     return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
 
@@ -495,7 +502,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
         nodes = {said: master}
 
         def join() -> None:
-            """Lets the worker come while strangers still do: until the nodes have met."""
+            """Starts the worker while strangers talk, and waits until the nodes have met."""
             end_s = time.monotonic() + LIMIT_S
             words = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([place], 10**9, seed + 1):
@@ -515,7 +522,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
+    """Lets strangers talk to ``doctor`` while it waits for another node, then starts that node."""
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
     words = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
     words += ["--master-port", str(port), "--timeout", "3000", "--json"]
@@ -529,7 +536,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[
 
         place = Place(name="doctor", port=port)
         _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
-        doctor.wait(LIMIT_S)  # its status is about the machine
+        doctor.wait(LIMIT_S)  # its exit status depends on the machine
         said = log.read_text()
         found["effects"] += _complaints(said, 0)
         if "reaches this node and is reached" not in said:
@@ -537,7 +544,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    """Lets strangers talk to a rank that waits for another one, which then comes."""
+    """Lets strangers talk to a rank that waits for another rank, then starts that rank."""
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)

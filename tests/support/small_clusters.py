@@ -19,14 +19,14 @@ from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):
-    """What a search is given."""
+    """Inputs of a search."""
 
     global_batch: int
     options: SearchOptions
 
 
 def random_problem(seed: int) -> Problem:
-    """A problem with up to four nodes of up to three types and up to seven layers."""
+    """Returns a problem with up to four nodes of up to three types and up to seven layers."""
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
@@ -102,7 +102,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def solve(problem: Problem) -> SearchResult:
-    """Searches the best plan."""
+    """Returns the result of a search for the best plan."""
     return searcher_of(problem).search()
 
 
@@ -112,7 +112,7 @@ def searcher_of(problem: Problem) -> Searcher:
 
 
 def brute_force(problem: Problem) -> float:
-    """Seconds of the best of all plans that use nodes whole; infinity where none fits."""
+    """Returns the seconds of the best plan that uses whole nodes; infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
         found = predict(plan, problem)
@@ -153,7 +153,7 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of nodes of every part of a cluster, those of equal types once."""
+    """Yields the orders of nodes of every part of a cluster; equal nodes are not exchanged."""
     seen = set()
     numbers = range(len(cluster.nodes))
     for count in range(1, len(cluster.nodes) + 1):
@@ -165,7 +165,7 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """The same problem with more memory, a faster link or a faster GPU in one place."""
+    """Returns the problem with more memory, one faster link or one faster GPU."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     at = rng.randrange(len(groups))

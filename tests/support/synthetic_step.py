@@ -1,4 +1,4 @@
-"""The rows that the ranks of a pipeline would have recorded of a simulated step.
+"""Rows that the ranks of a pipeline would have recorded in a simulated step.
 
 Times are nanoseconds from the start of the step; peers are positions in the pipeline.
 """
@@ -17,11 +17,11 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
 from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
-"""Time to hand a message to the transport."""
+"""Time in which a message is passed to the transport."""
 
 MESSAGE_BYTES = 4 << 20
 ACTIVATION_BYTES = 64 << 20
-"""Kept by a forward."""
+"""Bytes that a forward keeps."""
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
@@ -30,15 +30,12 @@ _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
 def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -> list[Ints]:
-    """Makes the rows of each rank.
+    """Returns the rows of each rank, ``[spans, 12] int64``.
 
     Args:
-        result: the simulated step.
-        policies: what chose its order, by rank.
-        data_ns: ``[microbatches]``, how much of the first stage's forwards is reading.
-
-    Returns:
-        Per rank ``[spans, 12] int64``, rows as ``event.Row`` has them.
+        result: Simulated step.
+        policies: Policies that chose its order, by rank.
+        data_ns: Time that each forward of the first stage reads data, ``[microbatches]``.
     """
     step = _Step(result)
     return [
@@ -61,7 +58,7 @@ class _Step:
         self._rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
-        # Every message waits for its link, takes its time on it, and travels.
+        # Every message waits until its link is free, occupies it for a time, and travels.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -78,7 +75,7 @@ class _Step:
         self._messages = dict(sorted(self._messages.items(), key=lambda item: item[1][1]))
 
     def _onward(self, kind: int, stage: int) -> int | None:
-        """Returns the stage on another rank that a result goes to."""
+        """Returns the stage on another rank that receives a result, if any."""
         to = stage + (1 if kind == F else -1)
         is_message = 0 <= to < len(self._rank_of) and self._rank_of[to] != self._rank_of[stage]
         return to if is_message else None
@@ -147,7 +144,7 @@ class _Step:
             place = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # Put down to the input where that came in time for nothing.
+                # The input is the reason for the wait unless it arrived before the wait began.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

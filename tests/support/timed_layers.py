@@ -1,16 +1,16 @@
-"""Trains GPT as ``pretrain_gpt.py`` does, with layers that sleep for as long as they shall take.
+"""Trains GPT as ``pretrain_gpt.py`` does, with layers that sleep to take a chosen time.
 
-Several ranks then share a processor and each still works at a speed of its own, as on devices.
-What a layer computes, and so the losses, is as ever. The environment says:
+So several ranks can share a processor and each still has a speed of its own, as on devices. Layers
+compute the same as without sleeping, and the losses are the same. Variables of the environment:
 
 ``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
-                   or a JSON object of them by the node's name in the job; nothing sleeps without it
-``EXPERT_FACTOR``  how many times longer layers with experts take; 1 without it
+                   or a JSON object with one for each node's name; without it nothing sleeps
+``EXPERT_FACTOR``  factor of layers with experts; 1 by default
 ``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
                    tokens, both as of one document of 128; without it lengths do not matter
-``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
-``SLOW_FACTOR``    how many times longer
-``SLOW_STEPS``     ``7-16``: only from the 7th step of this process to before the 16th
+``SLOW_RANKS``     global ranks, separated by commas, on which everything takes longer
+``SLOW_FACTOR``    factor of the time on these ranks
+``SLOW_STEPS``     ``7-16``: they are slow only from the 7th step of this process to the 15th
 ``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
                    these iterations of this process on, whatever was measured
 ``COMPARE``        under ``--repartition auto``, the arguments of :func:`compare` in JSON
@@ -46,22 +46,22 @@ from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa:
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
-_PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
+_PATIENCE = 20  # steps without a move after which the present partition is the choice
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Makes each transformer layer of this process take a given time, backward twice as long.
+    """Makes each transformer layer of this process take some time, its backward twice as long.
 
     Args:
-        seconds: of a layer.
-        slow: how many times longer in ``SLOW_STEPS``.
+        seconds: Seconds of a layer's forward.
+        slow: Factor of the time in ``SLOW_STEPS``.
     """
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
 
 
 def is_slow(stages: Any) -> bool:
-    """Whether a step is one of ``SLOW_STEPS``."""
+    """Returns whether a step is one of ``SLOW_STEPS``."""
     if not hasattr(stages, "number_of_step"):
         stages.number_of_step = next(_STEPS)
     first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
@@ -69,7 +69,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward pass of each single layer take its time too."""
+    """Makes the forward of each single layer take its time too."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -83,14 +83,14 @@ def time_each_layer(seconds: float) -> None:
 
 
 def factor_of(module: Any) -> float:
-    """Returns how many layers without experts take as long as a module, 0 for other parts."""
+    """Returns the time of a module over that of a layer without experts, 0 for other parts."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
 def keep_microbatches() -> None:
-    """Tells :func:`share_of` the microbatches of the step."""
+    """Keeps the microbatches of the step for :func:`share_of`."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -124,7 +124,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Moves layers only after these iterations."""
+    """Moves layers after these iterations only, to these partitions."""
     done = 0
 
     def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
@@ -136,13 +136,13 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) -> None:
-    """Lets the first check decide, then trains in turns under its partition and others.
+    """Takes the partition of the first check, then trains in turns with it and with others.
 
     Args:
-        others: partitions to compare with.
-        steps: of each turn.
-        rounds: how often each has its turn.
-        told: file for the first iteration of each turn and its partition, in JSON.
+        others: Partitions to compare with.
+        steps: Number of steps of each turn.
+        rounds: Number of turns of each partition.
+        told: Path of a file for the first iteration and partition of each turn, in JSON.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 

@@ -1,7 +1,7 @@
 """Real runs with a fault: processes that exchange real messages, trace themselves, and sleep.
 
-Work is slept as ``synthetic.draw_step`` draws it for made-up runs; faults go into these sleeps,
-into the reading of data, or into the moment at which a message is handed over.
+The durations are those that ``synthetic_trace.draw_step`` draws for synthetic runs. Faults change
+these sleeps, the reading of data, or the arrival of messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS = 4
 
 
 class Stages(SleepingStages):
-    """Chunks of which the first reads its data within its forward.
+    """Chunks that sleep; the first stage reads its data within its forward.
 
     Args:
         work: Durations of the step.
@@ -92,9 +92,9 @@ class Rank:
     """One rank of a run.
 
     Args:
-        rank: global; a pipeline position's replicas are next to each other.
-        run: what to do.
-        folder: for the traces.
+        rank: Global rank; the replicas of a pipeline position are next to each other.
+        run: Description of the run.
+        folder: Folder for the traces.
     """
 
     def __init__(self, rank: int, run: SyntheticRun, folder: Path) -> None:
@@ -186,7 +186,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does it."""
+    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does."""
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]
@@ -200,7 +200,7 @@ def draw_dealt(
         position, of = divmod(fault.rank, run.replicas)
         for chunk in range(placement.num_chunks):
             factors[of, placement.stage_of(position, chunk)] *= fault.factor
-    # Its slowest rank is what a replica is as fast as.
+    # A replica is as fast as its slowest rank.
     costs = (work.sum(axis=0)[None] * factors[:, :, None]).max(axis=1)
     mine = deal(costs.tolist())[replica]
     order = order_by_cost(costs[replica, list(mine)].tolist(), run.num_ranks)
