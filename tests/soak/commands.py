@@ -265,11 +265,11 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
         environment.pop(name, None)
 
     def one(case: tuple[str, str]) -> tuple[str, str, float]:
-        words = [word.replace("{f}", folder) for word in case[0].split(" ")]
+        arguments = [word.replace("{f}", folder) for word in case[0].split(" ")]
         begin_s = time.monotonic()
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "megatron.adaptive", *words],
+                [sys.executable, "-m", "megatron.adaptive", *arguments],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -286,9 +286,9 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="faults-commands-") as folder:
         write_files(Path(folder))
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(one, cases))
+            results = list(pool.map(one, cases))
     return {
-        "cases": len(found),
-        "wrong": {words: why for words, why, _ in found if why},
-        "longest_s": max(seconds for _, _, seconds in found),
+        "cases": len(results),
+        "wrong": {line: why for line, why, _ in results if why},
+        "longest_s": max(seconds for _, _, seconds in results),
     }

@@ -76,7 +76,7 @@ def measure(
     manager = _Program("manager", checkpoints, agents)
     clients: list[_Program] = []
     try:
-        share = [agents * at // PROCESSES for at in range(PROCESSES + 1)]
+        share = [agents * index // PROCESSES for index in range(PROCESSES + 1)]
         for first, end in itertools.pairwise(share):
             clients.append(_Program("agents", checkpoints, first, end))
         for client in clients:
@@ -99,9 +99,9 @@ def measure(
         while time.monotonic() < end_s:
             if time.monotonic() >= next_s:
                 next_s += every_s
-                for at, name in enumerate(draw.sample(present, max(2, agents // 100))):
+                for index, name in enumerate(draw.sample(present, max(2, agents // 100))):
                     present.remove(name)
-                    is_silent = silent and bool(at % 2)
+                    is_silent = silent and bool(index % 2)
                     lost[name] = time.monotonic(), is_silent
                     for client in clients:
                         client.order(**{"silence" if is_silent else "cut": name})
@@ -110,7 +110,7 @@ def measure(
                 answers_s.append(_status_s(checkpoints))
             peak_bytes = max(peak_bytes, process.memory_info().rss)
             time.sleep(0.05)
-        known = manager.found_all(LOST, len(lost), SILENCE_S + 10.0)
+        noticed_s = manager.found_all(LOST, len(lost), SILENCE_S + 10.0)
         cores = (sum(process.cpu_times()[:2]) - used_s) / (time.monotonic() - begun_s)
         morphs = sum(" epoch " in line for _, line in manager.lines) - 1
         manager.process.send_signal(signal.SIGTERM)
@@ -118,11 +118,11 @@ def measure(
     finally:
         for program in (*clients, manager):
             program.close()
-    unknown = [name for name in lost if name not in known]
+    unknown = [name for name in lost if name not in noticed_s]
     late_s = [
-        known[name] - at_s - (SILENCE_S if is_silent else 0.0)
+        noticed_s[name] - at_s - (SILENCE_S if is_silent else 0.0)
         for name, (at_s, is_silent) in lost.items()
-        if name in known
+        if name in noticed_s
     ]
     peak = peak_bytes / 1e9
     rows = [
@@ -163,9 +163,9 @@ def measure(
 
 def _status_s(checkpoints: Path) -> float:
     """Returns the seconds until the state of the job was printed; checks that it is complete."""
-    words = ["train", "elastic", "--status", checkpoints, "--json"]
+    arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
-    state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
+    state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s
     age_s = time.time() - state["unix_ns"] / 1e9
     if age_s > 10.0 or not state["machines"]:
@@ -217,12 +217,12 @@ class _Program:
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
         """Waits for this number of names in the output; returns the arrival time of each."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
-        while len(found) < count and time.monotonic() < end_s:
-            found = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
+        while len(times) < count and time.monotonic() < end_s:
+            times = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
             time.sleep(0.1)
-        return found
+        return times
 
     def close(self) -> None:
         """Kills the process, and closes its pipes."""
@@ -347,13 +347,13 @@ def _print(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Runs the manager or agents."""
-    checkpoints = Path(words[1])
-    if words[0] == "manager":
-        manage(checkpoints, int(words[2]))
+    checkpoints = Path(arguments[1])
+    if arguments[0] == "manager":
+        manage(checkpoints, int(arguments[2]))
     else:
-        asyncio.run(attend(checkpoints, int(words[2]), int(words[3])))
+        asyncio.run(attend(checkpoints, int(arguments[2]), int(arguments[3])))
 
 
 if __name__ == "__main__":

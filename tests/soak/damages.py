@@ -95,27 +95,29 @@ def measure(
     answers: dict[int, tuple[set[str], str]] = {}
     times_s = []
     for number in seeds:
-        with damaged(every, number) as (saved, names, what):
+        with damaged(every, number) as (saved, names, description):
             begun_s = time.perf_counter()
             error = saved.verify()
             times_s.append(time.perf_counter() - begun_s)
             answers[number] = names, error
             if not error:
-                print(f"not found: {what}")
+                print(f"not found: {description}")
     alarms = [error for number in range(whole) if (error := every[number % len(every)].verify())]
     loaded = load_damaged(folder, every, random.Random(seed).sample(list(seeds), loads))
-    found = [number for number, (_, error) in answers.items() if error]
+    detected = [number for number, (_, error) in answers.items() if error]
     named = [
-        number for number in found if any(name in answers[number][1] for name in answers[number][0])
+        number
+        for number in detected
+        if any(name in answers[number][1] for name in answers[number][0])
     ]
-    late = [one for one in loaded if not one["error"] or one["error"].startswith(USED)]
-    unlike = [one for one in loaded if bool(one["error"]) != bool(answers[one["seed"]][1])]
-    kinds = Counter(KINDS[number % len(KINDS)] for number in set(seeds) - set(found))
+    late = [load for load in loaded if not load["error"] or load["error"].startswith(USED)]
+    unlike = [load for load in loaded if bool(load["error"]) != bool(answers[load["seed"]][1])]
+    kinds = Counter(KINDS[number % len(KINDS)] for number in set(seeds) - set(detected))
     missed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     rows = [
         Row(
             what=f"{damages} random damages to checkpoints: found",
-            value=100 * len(found) / damages,
+            value=100 * len(detected) / damages,
             unit="%",
             goal=100,
             least=True,
@@ -123,7 +125,7 @@ def measure(
         ),
         Row(
             what="and the damaged file is named",
-            value=100 * len(named) / max(1, len(found)),
+            value=100 * len(named) / max(1, len(detected)),
             unit="%",
             goal=100,
             least=True,
@@ -133,7 +135,7 @@ def measure(
             what=f"{loads} of them loaded: used, or found otherwise than above",
             value=len(late) + len(unlike),
             goal=0,
-            note="; ".join(one["error"] or "loaded" for one in (late + unlike)[:1])[:200],
+            note="; ".join(load["error"] or "loaded" for load in (late + unlike)[:1])[:200],
         ),
         measured("time to look at a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
     ]
@@ -142,7 +144,7 @@ def measure(
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
     """Trains in each shape; returns all checkpoints, two of each."""
-    found = []
+    checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
         target, is_pipeline = folder / name, name.startswith("pipeline")
@@ -150,14 +152,14 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
         saved = target / "checkpoints"
         if is_pipeline:
             more = {"folder": str(saved), "save_interval": STEPS // 2, "state": True}
-            words = [str(STEPS), str(SAMPLES), str(target), json.dumps(more)]
+            arguments = [str(STEPS), str(SAMPLES), str(target), json.dumps(more)]
         else:
-            words = [*_ALONE, *flags, "--save", str(saved), "--save-interval", str(STEPS // 2)]
+            arguments = [*_ALONE, *flags, "--save", str(saved), "--save-interval", str(STEPS // 2)]
         script = SCRIPT if is_pipeline else TRAINER
-        torchrun(script, words, world_size=ranks, log=target / "log.txt", limit_s=LIMIT_S)
+        torchrun(script, arguments, world_size=ranks, log=target / "log.txt", limit_s=LIMIT_S)
         for step in (STEPS // 2, STEPS):
-            found.append(Saved(folder=str(saved), step=step, is_pipeline=is_pipeline))
-    return found
+            checkpoints.append(Saved(folder=str(saved), step=step, is_pipeline=is_pipeline))
+    return checkpoints
 
 
 @contextlib.contextmanager
@@ -186,11 +188,11 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
         path.write_bytes(before[other])
         other.write_bytes(before[path])
         names.add(other.name)
-        what = f"swapped with {other.parent.name}/{other.name}"
+        description = f"swapped with {other.parent.name}/{other.name}"
     else:
-        what = damage(path, kind, draw)
+        description = damage(path, kind, draw)
     try:
-        yield saved, names, f"{folder}/{path.name} {what}"
+        yield saved, names, f"{folder}/{path.name} {description}"
     finally:
         for one, content in before.items():
             one.write_bytes(content)
@@ -209,15 +211,15 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
         A description of the damage.
     """
     size = path.stat().st_size
-    at = draw.randrange(size)
+    offset = draw.randrange(size)
     if kind == "missing":
         path.unlink()
         return "is missing"
     if kind == "truncated":
-        os.truncate(path, at)
-        return f"was cut to {at} of {size} bytes"
+        os.truncate(path, offset)
+        return f"was cut to {offset} of {size} bytes"
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         before = file.read(draw.choice((16, 512, 4096)) if kind == "zeros" else 1)
         if kind == "bit":
             after = bytes([before[0] ^ 1 << draw.randrange(8)])
@@ -225,9 +227,9 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
             after = bytes(len(before))
         else:
             after = bytes([before[0] ^ draw.randrange(1, 256)])
-        file.seek(at)
+        file.seek(offset)
         file.write(after)
-    return f"has another {kind} at {at} of {size} bytes"
+    return f"has another {kind} at {offset} of {size} bytes"
 
 
 def load_damaged(
@@ -239,19 +241,19 @@ def load_damaged(
         For each its ``seed``, its ``error``, empty if it was loaded, and ``is_changed``, whether a
         weight changed.
     """
-    found: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
     for is_pipeline in (False, True):
-        given = folder / f"loads-{is_pipeline}.json"
-        own = []
+        order_file = folder / f"loads-{is_pipeline}.json"
+        numbers = []
         for number in seeds:
             if random.Random(number).choice(every).is_pipeline == is_pipeline:
-                own.append(number)
-        order = {"saved": [asdict(one) for one in every], "seeds": own}
-        given.write_text(json.dumps({**order, "is_pipeline": is_pipeline}))
+                numbers.append(number)
+        order = {"saved": [asdict(saved) for saved in every], "seeds": numbers}
+        order_file.write_text(json.dumps({**order, "is_pipeline": is_pipeline}))
         log = folder / f"loads-{is_pipeline}.txt"
-        torchrun(Path(__file__), [str(given)], world_size=1, log=log, limit_s=LIMIT_S)
-        found += json.loads(given.read_text())
-    return found
+        torchrun(Path(__file__), [str(order_file)], world_size=1, log=log, limit_s=LIMIT_S)
+        loads += json.loads(order_file.read_text())
+    return loads
 
 
 def _load_all(path: Path) -> None:
@@ -265,7 +267,7 @@ def _load_all(path: Path) -> None:
     kind = [one for one in every if one.is_pipeline == order["is_pipeline"]]
     loader = _PipelineLoader() if order["is_pipeline"] else _TrainerLoader()
     loader.load(kind[0])
-    found = []
+    loads = []
     for number in order["seeds"]:
         with damaged(every, number) as (saved, _, _):
             before, error = loader.weights(), ""
@@ -276,13 +278,13 @@ def _load_all(path: Path) -> None:
             except Exception as failure:  # a damaged file was used
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
-            found.append({"seed": number, "error": error, "is_changed": is_changed})
+            loads.append({"seed": number, "error": error, "is_changed": is_changed})
             if is_changed or not error:
                 loader.load(kind[0])
     for one in kind:
         loader.load(one)
     loader.close()
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(loads))
 
 
 class _TrainerLoader:
@@ -322,10 +324,10 @@ class _PipelineLoader:
 
 
 def _sum_of(tensors: Any) -> int:
-    found = 0
-    for one in tensors:
-        found = zlib.crc32(one.detach().contiguous().numpy().tobytes(), found)
-    return found
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)
+    return checksum
 
 
 if __name__ == "__main__":

@@ -94,10 +94,10 @@ def morphs(folder: Path, *, quick: bool) -> Result:
     finally:
         job.close()
     epochs = job.state()["epochs"]
-    planned = [one for one in epochs[1:-1] if "whole" in one["phases_s"]]
-    for one in epochs[1:]:
-        parts = [f"{n} {one['phases_s'][n]:.2f}" for n in PHASES if n in one["phases_s"]]
-        print(f"{one['shape']:28} {one['reason'][:36]:36} {', '.join(parts)} s")
+    planned = [epoch for epoch in epochs[1:-1] if "whole" in epoch["phases_s"]]
+    for epoch in epochs[1:]:
+        parts = [f"{n} {epoch['phases_s'][n]:.2f}" for n in PHASES if n in epoch["phases_s"]]
+        print(f"{epoch['shape']:28} {epoch['reason'][:36]:36} {', '.join(parts)} s")
     lines = [line for line in job.lines() if "iteration" in line]
     last = max(line["iteration"] for line in lines)
     expected = job.undisturbed(folder / "undisturbed", SAVE_INTERVAL, last)
@@ -107,17 +107,17 @@ def morphs(folder: Path, *, quick: bool) -> Result:
         if line["iteration"] > SAVE_INTERVAL
     )
     missing = set(range(1, last + 1)) - {line["iteration"] for line in lines}
-    lost = sum(one["lost_steps"] for one in epochs[1:-1]) + len(missing)
+    lost = sum(epoch["lost_steps"] for epoch in epochs[1:-1]) + len(missing)
     facts = {
-        "morph_s": statistics.median(one["phases_s"]["whole"] for one in planned),
-        "morphs": [{"shape": one["shape"], **one["phases_s"]} for one in epochs[1:]],
+        "morph_s": statistics.median(epoch["phases_s"]["whole"] for epoch in planned),
+        "morphs": [{"shape": epoch["shape"], **epoch["phases_s"]} for epoch in epochs[1:]],
         "lost_without_notice": epochs[-1]["lost_steps"],
         "steps": last,
     }
     note = f"{last} steps, {len(missing)} missing"
-    what = "largest difference of a loss to an undisturbed run"
+    title = "largest difference of a loss to an undisturbed run"
     rows = [
-        Row(what=what, value=worst, goal=GOAL_LOSS, note=note),
+        Row(what=title, value=worst, goal=GOAL_LOSS, note=note),
         Row(what="steps lost after a notice", value=lost, goal=0),
         Row(what="steps lost with a node", value=epochs[-1]["lost_steps"]),
         Row(what="a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
@@ -135,16 +135,16 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 def start(folder: Path) -> Result:
     """Measures four processes under torchrun from their start to a loaded model."""
-    saved, words = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
+    saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
-    train([*words, *shape], folder / "first", 4, LIMIT_S)
+    train([*command, *shape], folder / "first", 4, LIMIT_S)
     begin_ns = time.time_ns()
     again = ["--load", str(saved), "--exit-interval", "1"]
-    lines = train([*words, *again], folder / "second", 4, LIMIT_S)
+    lines = train([*command, *again], folder / "second", 4, LIMIT_S)
     loaded_ns = next(line["unix_ns"] for line in lines if "loaded_s" in line)
     took_s = (loaded_ns - begin_ns) / 1e9
-    what = "process start, import and load under torchrun"
-    return Result(rows=[Row(what=what, value=took_s, unit="s")], facts={"start_s": took_s})
+    title = "process start, import and load under torchrun"
+    return Result(rows=[Row(what=title, value=took_s, unit="s")], facts={"start_s": took_s})
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
@@ -183,7 +183,7 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
 def _is_present(job: ElasticJob, name: str) -> bool:
     """Returns whether the job's state lists a node as present."""
     machines = job.state().get("machines", [])
-    return any(one["name"] == name and one["status"] == "present" for one in machines)
+    return any(machine["name"] == name and machine["status"] == "present" for machine in machines)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:

@@ -44,7 +44,7 @@ PARTS = (
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs the parts that the command line names; returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
@@ -54,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
     parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
     parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
@@ -95,25 +95,25 @@ def main(words: list[str] | None = None) -> int:
 
 def look_for_secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
-    found = planted_secrets.measure(seed)
-    if found["seen"] < 2 or found["arrived"] < found["jobs"]:
-        raise RuntimeError(f"the jobs or the scanner did not work: {found}")
-    note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
-    note = one_line("; ".join([note, *found["skipped"], *found["found"]]))
-    what = "secrets found in command lines, files, logs, pages"
-    rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
-    return Result(rows=rows, facts={"secrets": found})
+    result = planted_secrets.measure(seed)
+    if result["seen"] < 2 or result["arrived"] < result["jobs"]:
+        raise RuntimeError(f"the jobs or the scanner did not work: {result}")
+    note = f"{result['commands']} command lines, {result['files']} files, {result['jobs']} jobs"
+    note = one_line("; ".join([note, *result["skipped"], *result["found"]]))
+    title = "secrets found in command lines, files, logs, pages"
+    rows = [Row(what=title, value=len(result["found"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"secrets": result})
 
 
 def give_wrong_commands() -> Result:
     """Gives wrong command lines and files."""
-    found = commands.measure()
-    note = f"the slowest took {found['longest_s']:.1f} s"
-    wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
+    result = commands.measure()
+    note = f"the slowest took {result['longest_s']:.1f} s"
+    wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]
     note = one_line("; ".join([note, *wrong]))
-    what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
-    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note)]
-    return Result(rows=rows, facts={"commands": found})
+    title = f"{result['cases']} wrong command lines and files: other ends than one line, status 2"
+    rows = [Row(what=title, value=len(result["wrong"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"commands": result})
 
 
 if __name__ == "__main__":

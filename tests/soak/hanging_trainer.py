@@ -180,8 +180,8 @@ def split_machines(count: int) -> None:
     here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
-        place = here(pp_rank)
-        return {**place, "machine": f"{place['machine']} {rank * count // size}"}
+        location = here(pp_rank)
+        return {**location, "machine": f"{location['machine']} {rank * count // size}"}
 
     executor_setup.here = elsewhere
 
@@ -206,9 +206,9 @@ def read_for_ever(folder: str) -> None:
 
 def choose_order() -> None:
     """Uses the schedule file of this rank, if there is one."""
-    at = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
-    if at and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
-        sys.argv[at] = sys.argv[at].replace("order.csv", "other.csv")
+    index = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
+    if index and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
+        sys.argv[index] = sys.argv[index].replace("order.csv", "other.csv")
 
 
 if __name__ == "__main__":

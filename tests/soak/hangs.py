@@ -77,10 +77,10 @@ class Case:
 def cases(count: int, seed: int) -> list[Case]:
     """Returns a number of hangs, of all kinds in turn."""
     draw = random.Random(seed)
-    found = []
+    hangs = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        many = [one for one in SHAPES if one[1] > 1] if kind in _OF_PIPELINES else SHAPES
+        many = [shape for shape in SHAPES if shape[1] > 1] if kind in _OF_PIPELINES else SHAPES
         shape = many[number // len(KINDS) % len(many)]
         ranks, stages, _ = shape
         rank = draw.randrange(ranks)
@@ -92,7 +92,7 @@ def cases(count: int, seed: int) -> list[Case]:
         program = "trainer"
         if kind in _ALSO_OF_A_LOOP and number // len(KINDS) % 3 == 2:
             program, shape = "pipeline", (shape[0], shape[1], 1)
-        found.append(
+        hangs.append(
             Case(
                 kind=kind,
                 shape=shape,
@@ -103,7 +103,7 @@ def cases(count: int, seed: int) -> list[Case]:
                 program=program,
             )
         )
-    return found
+    return hangs
 
 
 _OF_PIPELINES = ("schedule", "network")
@@ -153,26 +153,26 @@ def start(
     folder.mkdir(parents=True)
     ranks, stages, tensor = case.shape
     limits = [str(case.after_s), on_hang]
-    words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
-    words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
-    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
-    words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
-    words += ["--tensor-model-parallel-size", str(tensor)]
-    words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
+    command = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
+    command += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
+    command += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
+    command += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
+    command += ["--tensor-model-parallel-size", str(tensor)]
+    command += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
     if case.kind == "schedule":
-        words += _orders(folder, stages, 8 * stages * tensor // ranks)
+        command += _orders(folder, stages, 8 * stages * tensor // ranks)
     if case.kind == "disk behind":
-        words += ["--async-save"]
+        command += ["--async-save"]
     if case.kind == "network":
-        words += ["--transport", "tcp"]
+        command += ["--transport", "tcp"]
     if case.kind == "quiet":
-        words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
+        command += ["--keep-checkpoints", "1", "--eval-interval", "15"]
     if case.program == "pipeline":
-        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
-        words += limits
+        command = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+        command += limits
     hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
     return Ranks(
-        words,
+        command,
         world_size=ranks,
         log=folder / "log.txt",
         limit_s=LIMIT_S,
@@ -193,9 +193,9 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
     is_over = False
     while True:
         text = log.read_text(errors="replace")
-        found = re.search("^hang: nothing.*", text, re.MULTILINE)
-        if found or is_over or time.monotonic() > end_s:
-            return found[0] if found else "", time.monotonic() - still_since_s
+        match = re.search("^hang: nothing.*", text, re.MULTILINE)
+        if match or is_over or time.monotonic() > end_s:
+            return match[0] if match else "", time.monotonic() - still_since_s
         if len(text) != seen:
             seen, still_since_s = len(text), time.monotonic()
         ended = job.wait(0.2)
@@ -204,14 +204,14 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 def _shares(job: Ranks) -> list[float]:
     """Returns the share of a processor that each watching process has used."""
-    found = []
+    shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in process.children():
                 if any(word.endswith("trace/hang_watch.py") for word in child.cmdline()):
                     used = child.cpu_times()
-                    found.append((used.user + used.system) / (time.time() - child.create_time()))
-    return found
+                    shares.append((used.user + used.system) / (time.time() - child.create_time()))
+    return shares
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
@@ -258,10 +258,10 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
         if not hasattr(servers, "own"):
             servers.own = Forkserver(str(ROOT))
         number, case = numbered
-        found = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
-        said = found["said"] or one_line(found["text"][-300:])
-        right = is_named_right(case, found["said"])
-        more = {"after_limit_s": found["waited_s"] - case.after_s, "shares": found["shares"]}
+        result = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
+        said = result["said"] or one_line(result["text"][-300:])
+        right = is_named_right(case, result["said"])
+        more = {"after_limit_s": result["waited_s"] - case.after_s, "shares": result["shares"]}
         kept.add(f"{seed}/{number}", kind=case.kind, case=str(case), right=right, said=said, **more)
 
     with ThreadPoolExecutor(beside) as pool:
@@ -330,13 +330,13 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
         Minutes for which the ranks of all jobs ran, together, and the false alarms.
     """
     kept = _Kept(folder / "quiet.jsonl")
-    known = sum(row["minutes"] for row in kept.rows.values())
+    done_min = sum(row["minutes"] for row in kept.rows.values())
     draw = random.Random(f"{seed} {len(kept.rows)}")
-    if known >= minutes:
-        return known, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
+    if done_min >= minutes:
+        return done_min, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
     server = forkserver()
-    count = max(1, min(QUIET_AT_ONCE, round((minutes - known) / 5)))
-    span_s = min(420.0, 60 * (minutes - known) / count + 5)
+    count = max(1, min(QUIET_AT_ONCE, round((minutes - done_min) / 5)))
+    span_s = min(420.0, 60 * (minutes - done_min) / count + 5)
     with contextlib.ExitStack() as stack:
         started = []
         for number in range(count):
@@ -349,18 +349,18 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
                 iteration=20,
                 program="trainer" if number % 3 == 2 else "pipeline",
             )
-            place = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
-            job = start(case, place, 100_000, "report", server)
+            work = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
+            job = start(case, work, 100_000, "report", server)
             stack.callback(_end, job)
-            started.append((case, place, job, time.monotonic()))
+            started.append((case, work, job, time.monotonic()))
             time.sleep(1.0)  # starts take processor time, so they come one by one
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
             server.wait([key for one in started for key in one[2].keys], min(left_s, 1.0))
             time.sleep(0.5)
         now_s = time.monotonic()
-        for case, place, job, since_s in started:
-            text = (place / "log.txt").read_text(errors="replace")
+        for case, work, job, since_s in started:
+            text = (work / "log.txt").read_text(errors="replace")
             if job.wait(0.0):
                 raise RuntimeError(f"{case} ended: {text[-2000:]}")
             steps = len(re.findall(r"^step |iteration +\d+/", text, re.MULTILINE))

@@ -85,8 +85,8 @@ class Chain:
 
     def newest_whole(self) -> int:
         """Returns the step of the newest checkpoint without a damage, 0 if there is none."""
-        found = self.checkpoints
-        whole = (step for step in reversed(found.steps()) if not found.verify(step))
+        checkpoints = self.checkpoints
+        whole = (step for step in reversed(checkpoints.steps()) if not checkpoints.verify(step))
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
@@ -105,11 +105,11 @@ class Chain:
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
-            words = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
-            return [*_LAUNCH, "--nproc-per-node", "2", *words]
-        words = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
+            arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
+            return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
+        arguments = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
         if last is not None:
-            words += ["--exit-interval", str(last)]
+            arguments += ["--exit-interval", str(last)]
         if self.kind == "machines":
             (self.folder / "machines.txt").write_text("localhost name=a\nlocalhost name=b\n")
             run = [
@@ -122,16 +122,16 @@ class Chain:
                 saved,
             ]
             run += ["--machines", str(self.folder / "machines.txt")]
-            return [*run, str(TRAINER), *words]
-        words += ["--progress-dir", progress, "--save", saved, "--load", saved]
+            return [*run, str(TRAINER), *arguments]
+        arguments += ["--progress-dir", progress, "--save", saved, "--load", saved]
         if self.kind == "single":
             run = [sys.executable, "-m", "megatron.adaptive", "train", "single", "--runs-dir"]
             # This script creates its corpus and vocabulary.
-            text = " ".join(words).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
-            words = text.replace("--mock-data", "").split()
-            return [*run, str(self.folder / "runs"), "--", *words]
+            text = " ".join(arguments).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
+            arguments = text.replace("--mock-data", "").split()
+            return [*run, str(self.folder / "runs"), "--", *arguments]
         start_words = _LAUNCH if self.kind == "launch" else _TORCHRUN
-        return [*start_words, "--nproc-per-node", "2", str(TRAINER), *words]
+        return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
         """Returns the steps that a job did, each with its loss, in order."""
@@ -140,15 +140,15 @@ class Chain:
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
         if self.kind == "machines":
             files = sorted((self.folder / "checkpoints").glob("elastic/epoch-*/progress.jsonl"))
-            files = [one for one in files if one not in self._seen.get(number, files)]
-        found = []
+            files = [file for file in files if file not in self._seen.get(number, files)]
+        losses = []
         for path in files:
             for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
                 if self.kind == "pipeline":
-                    found.append((line["step"] + 1, line["loss"]))
+                    losses.append((line["step"] + 1, line["loss"]))
                 elif "iteration" in line and "loss" in line:
-                    found.append((line["iteration"], line["loss"]))
-        return found
+                    losses.append((line["iteration"], line["loss"]))
+        return losses
 
     _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
 
@@ -194,9 +194,9 @@ class RunningJob:
                 self.family[pid] = process
                 roles[pid] = f"{_role(process)} of depth {depth}"
                 left += [(child.pid, depth + 1) for child in process.children()]
-                if self._forks and (told := Path(f"{self._forks}-{pid}")).exists():
+                if self._forks and (pid_file := Path(f"{self._forks}-{pid}")).exists():
                     roles[pid] = "stand-in"
-                    left.append((int(told.read_text() or 0), depth))
+                    left.append((int(pid_file.read_text() or 0), depth))
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
@@ -211,16 +211,16 @@ class RunningJob:
     def left(self) -> list[str]:
         """Returns processes and shared memory of the job that outlive it."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
-        found = []
+        lines = []
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
+                    lines.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
         # The watch for hangs removes its folder a second after its rank was killed.
         end_s = time.monotonic() + LEFT_LIMIT_S
         while (shared := self._shared_memory()) and time.monotonic() < end_s:
             time.sleep(0.1)
-        return [*found, *shared]
+        return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
         """Returns files of shared memory that were made since and name a process of the job."""
@@ -276,7 +276,7 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
     """
     draw = random.Random(seed)
     (chain.folder / "reference").mkdir(parents=True)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     losses: dict[int, set[float]] = {}
     span_s = 0.0
     for number in range(hits + 1):
@@ -294,15 +294,15 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
             outcome.faults.append(f"began after {done[0][0] - 1}, whole is {before}")
         for step, loss in done:
             losses.setdefault(step, set()).add(loss)
-        found.append(outcome)
+        outcomes.append(outcome)
         tell(f"{outcome.what}: status {outcome.status}, {outcome.steps} steps, from {before}")
         for fault in outcome.faults:
             tell(f"    FAULT {fault}")
     if losses:
-        found[-1].faults += _unlike(chain, losses)
-        for fault in found[-1].faults:
+        outcomes[-1].faults += _unlike(chain, losses)
+        for fault in outcomes[-1].faults:
             tell(f"    FAULT {fault}")
-    return found
+    return outcomes
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
@@ -333,19 +333,23 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
         job.wait(draw.uniform(*STOPPED_S))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-    what = f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
+    description = (
+        f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
+    )
     status = job.wait(AGAIN_LIMIT_S)
     if status is None:  # the job continued, which is allowed
         job.root.send_signal(signal.SIGTERM)
-        what += ", then SIGTERM"
+        description += ", then SIGTERM"
         status = job.wait(END_LIMIT_S)
-    return _judge(chain, job, number, what, status)
+    return _judge(chain, job, number, description, status)
 
 
-def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | None) -> Outcome:
+def _judge(
+    chain: Chain, job: RunningJob, number: int, description: str, status: int | None
+) -> Outcome:
     faults = [f"no end within {END_LIMIT_S:g} s"] if status is None else []
     left = job.left() if status is not None else []
-    faults += [f"left: {one}" for one in left]
+    faults += [f"left: {text}" for text in left]
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
@@ -360,17 +364,17 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
     # Ranks, launcher or manager, and agents.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
-    is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
+    is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
     # Before a program of this project runs, a signal ends the interpreter without a message.
-    has_begun = bool(lines) or "to fork" in what
+    has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
     # If the whole job is asked to end, not one process of it, no step may be lost.
-    is_asked = what.endswith(("then SIGTERM", "undisturbed")) or re.search(
-        r"SIG(INT|TERM|HUP) to .* of depth 0 ", what
+    is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
+        r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    is_saved = status == 128 + signal.SIGTERM or "then" not in what
+    is_saved = status == 128 + signal.SIGTERM or "then" not in description
     if (
         is_asked
         and is_saved
@@ -379,7 +383,7 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
         and chain.newest_whole() != done[-1][0]
     ):
         faults.append(f"did step {done[-1][0]}, but saved {chain.newest_whole()}")
-    return Outcome(what=what, faults=faults, status=status, steps=len(done))
+    return Outcome(what=description, faults=faults, status=status, steps=len(done))
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
@@ -418,9 +422,9 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
     for kind in KINDS:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
         outcomes += run_chain(chain, seed, hits, partial(print, flush=True))
-    wrong = [f"{one.what}: {fault}" for one in outcomes for fault in one.faults]
-    what = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
-    row = Row(what=what, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
+    wrong = [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
+    title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
+    row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
     return Result(rows=[row], facts={"interrupts": wrong})
 
 
@@ -434,8 +438,8 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         is_async, is_fresh = "async" in sys.argv, "fresh" in sys.argv
         chain = Chain(kind=kind, folder=folder, is_async=is_async, is_fresh=is_fresh)
-        found = run_chain(chain, seed, hits, partial(print, flush=True))
-        has_fault |= any(outcome.faults for outcome in found)
+        outcomes = run_chain(chain, seed, hits, partial(print, flush=True))
+        has_fault |= any(outcome.faults for outcome in outcomes)
     return int(has_fault)
 
 

@@ -71,8 +71,8 @@ class Record:
     @property
     def epochs(self) -> list[Epoch]:
         """Epochs that have begun, in the order of time."""
-        begun = [one for one, _ in self._epochs.values() if one.start is not None]
-        return sorted(begun, key=lambda one: one.begun_ns)
+        begun = [epoch for epoch, _ in self._epochs.values() if epoch.start is not None]
+        return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
     def refresh(self) -> None:
         """Reads new lines."""
@@ -89,33 +89,33 @@ class Record:
         """Returns the steps that ended after a moment."""
         return [
             step
-            for one, _ in self._epochs.values()
-            for step in one.steps[-9:]
+            for epoch, _ in self._epochs.values()
+            for step in epoch.steps[-9:]
             if step.unix_ns > unix_ns
         ]
 
     @property
     def last(self) -> int:
         """Largest iteration that ended."""
-        done = (one.steps[-1].iteration for one, _ in self._epochs.values() if one.steps)
+        done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 
 
-def _take(epoch: Epoch, told: Mapping[str, Any]) -> None:
-    at = told["unix_ns"]
-    if "start_iteration" in told:
-        epoch.start, epoch.begun_ns = told["start_iteration"], at
-    elif "iteration" in told:
+def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
+    unix_ns = entry["unix_ns"]
+    if "start_iteration" in entry:
+        epoch.start, epoch.begun_ns = entry["start_iteration"], unix_ns
+    elif "iteration" in entry:
         epoch.steps.append(
             Step(
-                iteration=told["iteration"],
-                samples=told["consumed_samples"],
-                loss=told["loss"],
-                unix_ns=at,
+                iteration=entry["iteration"],
+                samples=entry["consumed_samples"],
+                loss=entry["loss"],
+                unix_ns=unix_ns,
             )
         )
-    elif "saved" in told:
-        epoch.saved.append((told["saved"], at))
+    elif "saved" in entry:
+        epoch.saved.append((entry["saved"], unix_ns))
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
@@ -151,18 +151,18 @@ def faults(
     Returns:
         Lines about the faults, and the largest difference of a loss.
     """
-    found: list[str] = []
-    told = [step for one in epochs for step in one.steps]
-    everything = [*told, *printed]
+    lines: list[str] = []
+    recorded = [step for epoch in epochs for step in epoch.steps]
+    everything = [*recorded, *printed]
     if not everything:
         return ["no step was done"], 0.0
     worst = 0.0
     for step in everything:
         if step.samples != step.iteration * batch:
-            found.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
+            lines.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
         off = abs(step.loss / expected[step.iteration] - 1)
         if not off <= tolerance:
-            found.append(
+            lines.append(
                 f"iteration {step.iteration}: loss {step.loss!r} and undisturbed"
                 f" {expected[step.iteration]!r} differ by {off:.1e}"
             )
@@ -170,42 +170,43 @@ def faults(
     done = {step.iteration for step in everything}
     missing = sorted(set(range(first, max(done) + 1)) - done)
     if missing:
-        found.append(f"{len(missing)} iterations were never done: {missing[:10]}")
-    return found + _order(epochs, done, damaged), worst
+        lines.append(f"{len(missing)} iterations were never done: {missing[:10]}")
+    return lines + _order(epochs, done, damaged), worst
 
 
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
     """Returns the faults in the order of steps, within epochs and from one to the next."""
-    found: list[str] = []
-    for one in epochs:
-        at = one.start
-        assert at is not None
-        for step in one.steps:
+    lines: list[str] = []
+    for epoch in epochs:
+        last = epoch.start
+        assert last is not None
+        for step in epoch.steps:
             # Steps that a full disk did not record are in the log.
-            if step.iteration <= at or not done.issuperset(range(at + 1, step.iteration)):
-                found.append(f"{one.name}: iteration {step.iteration} came after {at}")
-            at = step.iteration
+            if step.iteration <= last or not done.issuperset(range(last + 1, step.iteration)):
+                lines.append(f"{epoch.name}: iteration {step.iteration} came after {last}")
+            last = step.iteration
     for before, after in itertools.pairwise(epochs):
         if before.last_ns > after.begun_ns:
-            found.append(f"{before.name} was not over when {after.name} began")
+            lines.append(f"{before.name} had not ended when {after.name} began")
     saved: list[tuple[int, int, str]] = sorted(
-        (at, iteration, one.name) for one in epochs for iteration, at in one.saved
+        (unix_ns, iteration, epoch.name) for epoch in epochs for iteration, unix_ns in epoch.saved
     )
-    for one in epochs:
-        known = [
+    for epoch in epochs:
+        older = [
             entry
             for entry in saved
-            if entry[0] < one.begun_ns - 10**9
-            and entry[2] != one.name
+            if entry[0] < epoch.begun_ns - 10**9
+            and entry[2] != epoch.name
             and not any(
-                iteration == entry[1] and entry[0] < at < one.begun_ns for iteration, at in damaged
+                iteration == entry[1] and entry[0] < unix_ns < epoch.begun_ns
+                for iteration, unix_ns in damaged
             )
         ]
-        assert one.start is not None
-        if known and one.start < max(iteration for _, iteration, _ in known[-1:]):
-            found.append(
-                f"{one.name} went on from {one.start}, and {known[-1][1]} was saved before"
+        assert epoch.start is not None
+        if older and epoch.start < max(iteration for _, iteration, _ in older[-1:]):
+            lines.append(
+                f"{epoch.name} continued from {epoch.start}, but {older[-1][1]} was saved before"
             )
-    return found
+    return lines

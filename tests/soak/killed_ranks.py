@@ -124,11 +124,13 @@ class Trial:
         self._ends: list[Connection] = []
         self._ranks = []
         for rank in range(RANKS):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=be_rank, args=(rank, kind, theirs, seed), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(
+                target=be_rank, args=(rank, kind, child_end, seed), daemon=True
+            )
             process.start()
-            theirs.close()
-            self._ends.append(mine)
+            child_end.close()
+            self._ends.append(parent_end)
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
@@ -147,8 +149,8 @@ class Trial:
         outcomes = {}
         survivors = [rank for rank in range(RANKS) if rank != victim]
         for rank in neighbours(victim):
-            name, at, text = self._expect(rank, SURVIVE_S)
-            outcomes[rank] = {"raised": name, "seconds": at - killed_at, "text": text}
+            name, raised_at, text = self._expect(rank, SURVIVE_S)
+            outcomes[rank] = {"raised": name, "seconds": raised_at - killed_at, "text": text}
         for rank in survivors:
             if rank not in outcomes:
                 self._say_stop(rank)
@@ -182,13 +184,13 @@ class Trial:
 
 def litter() -> set[str]:
     """Returns shared memory, sockets, files, children and RDMA objects of processes."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    names |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
-    found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
-    found |= {f"process {child.pid}" for child in psutil.Process().children()}
-    found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
-    return found | rdma_objects()
+    names |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
+    names |= {f"process {child.pid}" for child in psutil.Process().children()}
+    names |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
+    return names | rdma_objects()
 
 
 def rdma_objects() -> set[str]:
@@ -213,18 +215,18 @@ def measure(count: int, kind: str) -> Result:
         count: Number of kills.
         kind: Name of the transport.
     """
-    words = ("--raw", kind, "--count", count)
+    arguments = ("--raw", kind, "--count", count)
     with tempfile.TemporaryDirectory() as private:
         outcomes = run_module(
-            "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+            "tests.soak.killed_ranks", *arguments, limit_s=120.0 + 60.0 * count, TMPDIR=private
         )
-    what = f"{count} kills at random moments, {kind}"
-    return Result(rows=rows_of(outcomes, what), facts={f"kills, {kind}": outcomes})
+    title = f"{count} kills at random moments, {kind}"
+    return Result(rows=rows_of(outcomes, title), facts={f"kills, {kind}": outcomes})
 
 
-def rows_of(found: dict[str, Any], what: str) -> list[Row]:
+def rows_of(result: dict[str, Any], title: str) -> list[Row]:
     """Returns the rows of the outcomes that :func:`main` printed."""
-    trials = found["trials"]
+    trials = result["trials"]
     failed = [trial["failed"] for trial in trials if "failed" in trial]
     whole = [trial for trial in trials if "failed" not in trial]
     neighbours = [
@@ -233,13 +235,16 @@ def rows_of(found: dict[str, Any], what: str) -> list[Row]:
         for outcome in trial["outcomes"].values()
         if outcome["seconds"] is not None
     ]
-    strange = [one for one in neighbours if one["raised"] != "PeerLostError"]
-    left = found["litter"] + [name for trial in whole for name in trial["left"]]
-    seconds = [one["seconds"] for one in neighbours]
-    notes = [*failed[:1], *(f"{one['raised']}: {one['text']}" for one in strange[:1])]
+    strange = [neighbour for neighbour in neighbours if neighbour["raised"] != "PeerLostError"]
+    left = result["litter"] + [name for trial in whole for name in trial["left"]]
+    seconds = [neighbour["seconds"] for neighbour in neighbours]
+    notes = [
+        *failed[:1],
+        *(f"{neighbour['raised']}: {neighbour['text']}" for neighbour in strange[:1]),
+    ]
     return [
         Row(
-            what=f"{what}: neighbours without PeerLostError",
+            what=f"{title}: neighbours without PeerLostError",
             value=len(failed) + len(strange),
             goal=0,
             note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",

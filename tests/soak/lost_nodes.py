@@ -160,14 +160,14 @@ class Soak:
         else:
             (name,) = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
             name = self._kinds[0] if self._kinds else name
-            what = self._events.do(name, self._draw.choice(running))
-            if what is None:
+            description = self._events.do(name, self._draw.choice(running))
+            if description is None:
                 self._pass(1.0)
                 return
             del self._kinds[:1]
             self.result.counts[name] += 1
             self._last = name
-            self._note(what)
+            self._note(description)
             self._moment_ns = time.time_ns()
         if self._draw.random() < _TOGETHER:
             self._pass(self._draw.uniform(0.0, 8.0))
@@ -240,14 +240,20 @@ class Soak:
         state = self._state()
         if state.get("unix_ns", 0) < self._moment_ns:
             return "the state of the job is not written"
-        present = {one["name"] for one in state["machines"] if one["status"] == "present"}
-        absent = [one.name for one in self._nodes.all if one.is_running and one.name not in present]
+        present = {
+            machine["name"] for machine in state["machines"] if machine["status"] == "present"
+        }
+        absent = [
+            machine.name
+            for machine in self._nodes.all
+            if machine.is_running and machine.name not in present
+        ]
         if absent:
             return f"{absent[0]} runs and has no part in the job"
         for node in self._nodes.all:
             left = node.processes() if node.status is not None else []
             if left:
-                return f"{node.name} has ended and left {[role(one) for one in left]}"
+                return f"{node.name} has ended and left {[role(process) for process in left]}"
         return ""
 
     def _look_at_ended(self) -> None:
@@ -286,7 +292,7 @@ class Soak:
         end_s = time.monotonic() + GONE_S
         while time.monotonic() < end_s:
             left = {
-                node.name: [role(one) for one in node.processes()]
+                node.name: [role(process) for process in node.processes()]
                 for node in self._nodes.all
                 if node.processes()
             }
@@ -316,26 +322,25 @@ class Soak:
         texts = [node.log.read_text(errors="replace") for node in self._nodes.all]
         for node, text in zip(self._nodes.all, texts, strict=True):
             if match := _OURS.search(text):
-                at = match.start()
-                self._fail(
-                    f"{node.name} had an error of its own: {text[max(0, at - 900) : at + 900]}"
-                )
+                start = match.start()
+                excerpt = text[max(0, start - 900) : start + 900]
+                self._fail(f"{node.name} had an error of its own: {excerpt}")
         last = self._record.last
         printed = steps_of_logs(texts)
         expected = self._undisturbed(max([last, *(step.iteration for step in printed)]))
         epochs = self._record.epochs
-        found, worst = faults(
+        lines, worst = faults(
             epochs,
             printed,
             expected,
             first=FIRST + 1,
             batch=BATCH,
             tolerance=TOLERANCE,
-            damaged=[one[:2] for one in self._events.damaged],
+            damaged=[damage[:2] for damage in self._events.damaged],
         )
-        for text in found[:20]:
+        for text in lines[:20]:
             self._fail(text)
-        self.result.tracebacks += [one for text in texts for one in _TRACEBACK.findall(text)]
+        self.result.tracebacks += [line for text in texts for line in _TRACEBACK.findall(text)]
         self.result.figures |= {
             "steps": last,
             "epochs": len(epochs),
@@ -350,30 +355,30 @@ class Soak:
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
         steps = folder.steps()
-        found = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
-        for iteration in found:
+        iterations = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
+        for iteration in iterations:
             folder.open(iteration)
-        words = ["--reload", ",".join(map(str, found)), *self._alone]
+        arguments = ["--reload", ",".join(map(str, iterations)), *self._alone]
         try:
-            run_ranks([TRAINER, *words, "--load", str(self._checkpoints)], 1, 300.0)
+            run_ranks([TRAINER, *arguments, "--load", str(self._checkpoints)], 1, 300.0)
         except RuntimeError as error:
-            self._fail(f"not all of {found} load: {error}")
+            self._fail(f"not all of {iterations} load: {error}")
         if folder.latest() != max(steps):
             self._fail(f"the latest checkpoint is {folder.latest()}, and there are {list(steps)}")
-        return len(found)
+        return len(iterations)
 
     def _first_checkpoint(self) -> None:
         """Trains a few steps in one process, because initial weights depend on the shape."""
-        words = ["--save", str(self._checkpoints), "--save-interval", "10"]
-        words += ["--exit-interval", str(FIRST)]
-        run_ranks([TRAINER, *self._alone, *words], 1, 1800.0)
+        arguments = ["--save", str(self._checkpoints), "--save-interval", "10"]
+        arguments += ["--exit-interval", str(FIRST)]
+        run_ranks([TRAINER, *self._alone, *arguments], 1, 1800.0)
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
         """Returns the losses of one process that continues alone from the first checkpoint."""
-        words = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
-        words = [TRAINER, *self._alone, *words]
-        lines = train(words, self._folder / "undisturbed", 1, 1800.0)
+        arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
+        arguments = [TRAINER, *self._alone, *arguments]
+        lines = train(arguments, self._folder / "undisturbed", 1, 1800.0)
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -392,10 +397,10 @@ class Soak:
 
     def _state(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            told: dict[str, Any] = json.loads(
+            state: dict[str, Any] = json.loads(
                 (self._checkpoints / "elastic" / "state.json").read_text()
             )
-            return told
+            return state
         return {}
 
     def _note(self, text: str) -> None:
@@ -411,7 +416,7 @@ class Soak:
 
     def _tails(self) -> str:
         return "".join(
-            f"\n--- {node.name} (status {node.status}, {[role(one) for one in node.processes()]})"
+            f"\n--- {node.name} (status {node.status}, {list(map(role, node.processes()))})"
             f"\n{_tail(node.said)}"
             for node in self._nodes.all
             if node.is_on
@@ -436,17 +441,17 @@ def soaked(
     folder = folder / "soak"
     folder.mkdir(parents=True)
     with Soak(folder, seed, [*FLAGS, *_FLAGS], _say, kinds) as job:
-        found = job.run(events, minutes * 60)
-    went_on = sum(map(len, found.recoveries_s.values()))
-    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
-    for line in found.ended:
+        result = job.run(events, minutes * 60)
+    continued = sum(map(len, result.recoveries_s.values()))
+    print(f"seed {result.seed}: continued {continued} times, ended {len(result.ended)} times")
+    for line in result.ended:
         print(f"ended with the reason: {line}")
-    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
-    for text in found.tracebacks:
+    print(", ".join(f"{value} {name}" for name, value in result.figures.items()))
+    for text in result.tracebacks:
         print(f"a traceback ended with: {text}")
-    for text in found.failures:
-        print(f"FAILED (seed {found.seed}): {text}")
-    return Result(rows=found.rows(), facts={"soak": vars(found)})
+    for text in result.failures:
+        print(f"FAILED (seed {result.seed}): {text}")
+    return Result(rows=result.rows(), facts={"soak": vars(result)})
 
 
 def end_in_order(number: int, frame: object) -> None:

@@ -177,8 +177,8 @@ def mapped_bytes() -> int:
 
 def look() -> tuple[int, int]:
     """Returns resident bytes and number of descriptors of this process."""
-    own = psutil.Process()
-    return own.memory_info().rss, own.num_fds()
+    process = psutil.Process()
+    return process.memory_info().rss, process.num_fds()
 
 
 def words_of(number: int) -> int:
@@ -190,18 +190,18 @@ def words_of(number: int) -> int:
 
 def _send(link: Link, messages: int, every: int, looks: list[tuple[int, int]]) -> None:
     rings = {
-        words: [torch.arange(words, dtype=torch.int64) for _ in range(_ROTATING)]
-        for words in (*WORDS, PIECES_WORDS)
+        size: [torch.arange(size, dtype=torch.int64) for _ in range(_ROTATING)]
+        for size in (*WORDS, PIECES_WORDS)
     }
     used = dict.fromkeys(rings, 0)
     for number in range(messages):
-        words = words_of(number)
-        turn = used[words]
-        used[words] += 1
+        size = words_of(number)
+        turn = used[size]
+        used[size] += 1
         if turn % _ROTATING == 0:
             link.settle()  # a tensor must not be written while it is being sent
-        payload = rings[words][turn % _ROTATING]
-        if words:
+        payload = rings[size][turn % _ROTATING]
+        if size:
             ctypes.c_int64.from_address(payload.data_ptr()).value = number
         link.send(payload)
         if number % _BATCH == _BATCH - 1:
@@ -231,15 +231,15 @@ def _receive(link: Link, messages: int, every: int, looks: list[tuple[int, int]]
 
 
 def _check(payload: torch.Tensor, number: int) -> None:
-    words = words_of(number)
-    assert payload.numel() == words, f"message {number} has {payload.numel()} elements, not {words}"
-    if words == 0:
+    size = words_of(number)
+    assert payload.numel() == size, f"message {number} has {payload.numel()} elements, not {size}"
+    if size == 0:
         return
     address = payload.data_ptr()
     first = ctypes.c_int64.from_address(address).value
     assert first == number, f"message {first} came where {number} was due"
-    last = ctypes.c_int64.from_address(address + 8 * (words - 1)).value
-    assert words == 1 or last == words - 1, f"message {number} ends with {last}, not {words - 1}"
+    last = ctypes.c_int64.from_address(address + 8 * (size - 1)).value
+    assert size == 1 or last == size - 1, f"message {number} ends with {last}, not {size - 1}"
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
@@ -251,8 +251,8 @@ def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]
     return (
-        min(one[0] for one in late) - min(one[0] for one in early),
-        min(one[1] for one in late) - min(one[1] for one in early),
+        min(look[0] for look in late) - min(look[0] for look in early),
+        min(look[1] for look in late) - min(look[1] for look in early),
     )
 
 

@@ -78,16 +78,16 @@ class Events:
         Returns:
             Description of the event, ``None`` if it is not possible now.
         """
-        what = node.name
+        description = node.name
         undo: Undo | None = None
         if name in ("kill-rank", "kill-agent", "stop-rank", "stop-agent"):
             processes = node.ranks() if name.endswith("rank") else node.helpers()
             if not processes:
                 return None
-            one = self._draw.choice(processes)
-            what += f", {role(one)}"
-            send([one], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
-            undo = None if name.startswith("kill") else partial(send, [one], signal.SIGCONT)
+            process = self._draw.choice(processes)
+            description += f", {role(process)}"
+            send([process], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
+            undo = None if name.startswith("kill") else partial(send, [process], signal.SIGCONT)
         elif name == "kill-node":
             node.off()
         elif name == "power-off":
@@ -102,25 +102,25 @@ class Events:
             undo = node.mend
         elif name in ("disk-full", "trace-full"):
             disk = self._nodes.shared if name == "disk-full" else self._nodes.traces
-            what = f"the folder of {disk.name}"
+            description = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
         elif name == "bit-flip":  # a rank is killed too, so that the checkpoint is loaded
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
-            what += f", {flipped}"
+            description += f", {flipped}"
             send([self._draw.choice(ranks)], signal.SIGKILL)
         else:
             number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
             if not (runner := node.helpers()[:1]):
                 return None
             send(runner, number)
-            what += f", {number.name}"
+            description += f", {number.name}"
         if undo is None:
-            return f"{name} {what}"
+            return f"{name} {description}"
         lasts_s = self._draw.uniform(*self._draw.choice(LASTS_S))
-        self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
-        return f"{name} {what} for {lasts_s:.1f} s"
+        self._undo.append((time.monotonic() + lasts_s, f"{name} {description} is over", undo))
+        return f"{name} {description} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
         """Flips a bit of the newest complete checkpoint; returns file and bit.
@@ -132,14 +132,14 @@ class Events:
         if not any(path.stat().st_ino not in inodes for _, path in steps[:-1]):
             return None
         iteration, folder = steps[-1]
-        path = self._draw.choice([one for one in sorted(folder.iterdir()) if one.stat().st_size])
+        path = self._draw.choice([file for file in sorted(folder.iterdir()) if file.stat().st_size])
         self.damaged.append((iteration, time.time_ns(), folder.stat().st_ino))
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
         """Ends events that have lasted long enough; returns whether there was any."""
         now_s = time.monotonic()
-        due = [one for one in self._undo if all_of_them or one[0] <= now_s]
+        due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:
             self._undo.remove(entry)
             self._note(entry[1])
@@ -150,12 +150,12 @@ class Events:
 def role(process: psutil.Process) -> str:
     """Returns the role of a process of the job in a word, and its state."""
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
+        command = process.cmdline()
         parent = process.parent()
-        name = "forkserver" if any("rank_forkserver" in word for word in words) else "run"
-        if name == "forkserver" and parent is not None and parent.cmdline() == words:
+        name = "forkserver" if any("rank_forkserver" in word for word in command) else "run"
+        if name == "forkserver" and parent is not None and parent.cmdline() == command:
             name = "rank"
-        if "--agent" in words:
+        if "--agent" in command:
             name = "agent"
         return f"{name} {process.pid} {process.status()}"
     return f"process {process.pid}"

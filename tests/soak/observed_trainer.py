@@ -29,8 +29,8 @@ def observe(folder: Path) -> None:
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:
         return start(clock_id=f"{clock_id} {rank}", rank=rank, **more)
 
-    def serve_observed(self: Any, *given: Any, **more: Any) -> None:
-        serve(self, *given, **more)
+    def serve_observed(self: Any, *arguments: Any, **options: Any) -> None:
+        serve(self, *arguments, **options)
         (folder / "clocks").write_text(str(self.port))
 
     executor_setup.start_clock_sync = start_between_machines

@@ -72,26 +72,26 @@ class Scanner:
 
     def __init__(self, secrets: Sequence[str], folders: Sequence[Path]) -> None:
         fork = multiprocessing.get_context("fork")
-        self._link, theirs = fork.Pipe()
-        wanted = [secret.encode() for secret in secrets]
-        self._process = fork.Process(target=_serve, args=(theirs, wanted, folders), daemon=True)
+        self._link, scanner_end = fork.Pipe()
+        texts = [secret.encode() for secret in secrets]
+        self._process = fork.Process(target=_serve, args=(scanner_end, texts, folders), daemon=True)
         self._process.start()
-        theirs.close()
+        scanner_end.close()
 
     def files(self) -> tuple[int, list[str]]:
         """Searches the folders now; returns the number of files read, and those with secrets."""
         self._link.send("files")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
-        found: tuple[int, list[str]] = self._link.recv()
-        return found
+        result: tuple[int, list[str]] = self._link.recv()
+        return result
 
     def close(self) -> tuple[int, list[str]]:
         """Ends the search; returns the number of command lines, and those with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
-        found: tuple[int, list[str]] = self._link.recv()
+        result: tuple[int, list[str]] = self._link.recv()
         self._process.join(LIMIT_S)
-        return found
+        return result
 
 
 def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> None:
@@ -108,14 +108,14 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
             with contextlib.suppress(OSError):
                 lines.add(path.read_bytes())
         if asked == "files":
-            read, found = 0, []
+            read, paths = 0, []
             for path in _readable(folders, begun_s, is_other):
                 with contextlib.suppress(OSError):
                     content = path.read_bytes()
                     read += 1
                     if any(secret in content for secret in secrets):
-                        found.append(str(path))
-            link.send((read, found))
+                        paths.append(str(path))
+            link.send((read, paths))
         elif asked == "end":
             bad = [line for line in lines if any(secret in line for secret in secrets)]
             link.send((len(lines), [line.replace(b"\0", b" ").decode() for line in bad]))
@@ -125,11 +125,11 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
     """Yields files that were written since a time and that others may read."""
     for folder in folders:
-        for place, below, names in os.walk(folder):
+        for parent, below, names in os.walk(folder):
             if not is_other:
-                below[:] = [b for b in below if os.lstat(Path(place, b)).st_mode & stat.S_IXOTH]
+                below[:] = [b for b in below if os.lstat(Path(parent, b)).st_mode & stat.S_IXOTH]
             for name in names:
-                path = Path(place, name)
+                path = Path(parent, name)
                 with contextlib.suppress(OSError):
                     status = path.lstat()
                     may = is_other or status.st_mode & stat.S_IROTH
@@ -160,26 +160,26 @@ def measure(seed: int = 1) -> dict[str, Any]:
         seen = _seen_in_sight(folder)
         # Temporary files of the jobs are in their folders too.
         scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
-        arrived, skipped, files, found = 0, [], 0, list[str]()
+        arrived, skipped, files, hits = 0, [], 0, list[str]()
 
         def scan() -> None:
             nonlocal files
             read, places = scanner.files()
             files += read
-            found.extend(places)
+            hits.extend(places)
 
         jobs = (_over_ssh, _on_pods, _on_slurm)
         for job in jobs:
-            own = folder / job.__name__.strip("_")
-            own.mkdir()
+            job_folder = folder / job.__name__.strip("_")
+            job_folder.mkdir()
             try:
-                arrived += job(own, planted, scan)
+                arrived += job(job_folder, planted, scan)
             except _CannotRunError as error:
                 skipped.append(str(error))
             scan()
         commands, lines = scanner.close()
     return {
-        "found": [*dict.fromkeys(found), *lines],
+        "found": [*dict.fromkeys(hits), *lines],
         "commands": commands,
         "files": files,
         "seen": seen,
@@ -216,17 +216,17 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
-    wanted = {**planted, **PLAIN}
+    expected = {**planted, **PLAIN}
     (folder / "machines.txt").write_text("far name=far slots=1\n")
-    words = command(
+    arguments = command(
         folder / "machines.txt",
         folder / "checkpoints",
         ["--train-iters", "99999", "--save-interval", "99999"],
         flags=[*FLAGS, "--pipeline-model-parallel-size", "1"],
     )
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    given = environment(**wanted, PATH=path, TMPDIR=str(folder))
-    manager = start(words, folder / "log.txt", given)
+    variables = environment(**expected, PATH=path, TMPDIR=str(folder))
+    manager = start(arguments, folder / "log.txt", variables)
     server = int((folder / "sshd.pid").read_text())
     job = JobFolder(folder / "checkpoints")
     try:
@@ -235,9 +235,13 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         (node,) = job.state()["machines"]
         agent = psutil.Process(node["pid"])
         far = [agent, *agent.children(recursive=True)]
-        assert manager.pid not in {one.pid for one in agent.parents()}, "ssh was not in between"
+        assert manager.pid not in {process.pid for process in agent.parents()}, (
+            "ssh was not in between"
+        )
         # Ranks are forked from the last process, with its variables.
-        arrived = len(far) > 1 and all(wanted.items() <= one.environ().items() for one in far[:2])
+        arrived = len(far) > 1 and all(
+            expected.items() <= process.environ().items() for process in far[:2]
+        )
         manager.send_signal(signal.SIGTERM)
         assert manager.wait(LIMIT_S) == 128 + signal.SIGTERM, (folder / "log.txt").read_text()
         return arrived
@@ -270,27 +274,30 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
     """Runs a job of one pod, and makes its page and its status."""
     conf = _conf(folder, planted)
-    wanted = {**planted, **PLAIN}
-    words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
+    expected = {**planted, **PLAIN}
+    arguments = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
     arrived = False
-    given = environment(PYTHON=sys.executable, TMPDIR=str(folder))
-    job = start(words, folder / "log.txt", given)
+    variables = environment(PYTHON=sys.executable, TMPDIR=str(folder))
+    job = start(arguments, folder / "log.txt", variables)
     while job.poll() is None:
         with contextlib.suppress(psutil.Error):
-            for one in psutil.Process(job.pid).children(recursive=True):
+            for process in psutil.Process(job.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    arrived |= wanted.items() <= one.environ().items() and "RANK" in one.environ()
+                    arrived |= (
+                        expected.items() <= process.environ().items()
+                        and "RANK" in process.environ()
+                    )
         time.sleep(_PERIOD_S)
     assert job.returncode == 0, (folder / "log.txt").read_text()
     scan()
     (run,) = (path.parent for path in folder.glob("logs/*/run.json"))
     module = [sys.executable, "-m", "megatron.adaptive"]
-    for own in (
+    for view in (
         ["job", "report", str(run)],
         ["job", "status", run.name, "--log-dir", str(run.parent), "--json"],
     ):
-        done = subprocess.run([*module, *own], env=environment(), capture_output=True, check=True)
-        (folder / f"{own[1]}.txt").write_bytes(done.stdout + done.stderr)
+        done = subprocess.run([*module, *view], env=environment(), capture_output=True, check=True)
+        (folder / f"{view[1]}.txt").write_bytes(done.stdout + done.stderr)
     return arrived
 
 
@@ -307,7 +314,7 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     )
     for path in programs.iterdir():
         path.chmod(0o755)
-    words = [
+    arguments = [
         sys.executable,
         "-m",
         "megatron.adaptive",
@@ -317,10 +324,10 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     ]
     path_text = f"{programs}{os.pathsep}{os.environ['PATH']}"
     variables = {**environment(), "PATH": path_text, "TMPDIR": str(folder)}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (settings,) = folder.glob("logs/submitted/*.json")
-    given = json.loads(settings.read_text())
-    assert {*given["secrets"]} == {*planted}
-    assert PLAIN.items() <= given["conf"].items()
+    content = json.loads(settings.read_text())
+    assert {*content["secrets"]} == {*planted}
+    assert PLAIN.items() <= content["conf"].items()
     return planted.items() <= json.loads(kept.read_text()).items()

@@ -60,10 +60,10 @@ def started_lab() -> Iterator[Lab]:
             yield lab
 
 
-def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
+def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
     """Waits for a condition; returns the time that it took in seconds."""
     begin_s = time.perf_counter()
-    while not what():
+    while not holds():
         if time.perf_counter() - begin_s > limit_s:
             raise TimeoutError(f"no {name} within {limit_s:g} s")
         time.sleep(0.05)
@@ -129,21 +129,21 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 def torchrun_start(lab: Lab, folder: Path) -> float:
     """Returns the time from torchrun on both nodes to the first iteration in seconds."""
     conf = conf_in(folder)
-    words = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
-    words += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
-    words += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
+    launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
+    launcher += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
+    launcher += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
     begin_s = time.perf_counter()
     started = []
     try:
         for rank, name in enumerate(("n1", "n2")):
-            place = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
-            command = [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)]
+            node = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
+            command = [*lab.enter(name, str(ROOT)), *launcher, *node, *trainer_flags(conf, folder)]
             started.append(start(command, folder / f"{name}.out", lab.variables))
         until(lambda: has_iterated(folder), "iteration")
         return time.perf_counter() - begin_s
     finally:
-        for one in started:
-            kill_tree(one)
+        for process in started:
+            kill_tree(process)
 
 
 def of_start(options: argparse.Namespace) -> Result:
@@ -153,7 +153,7 @@ def of_start(options: argparse.Namespace) -> Result:
         for turn in range(options.repetitions):
             alone.append(torchrun_start(lab, Path(folder, f"alone{turn}")))
             slurm.append(slurm_start(lab, Path(folder, f"slurm{turn}")))
-    more = [one - other for one, other in zip(slurm, alone, strict=True)]
+    more = [seconds - other for seconds, other in zip(slurm, alone, strict=True)]
     rows = [
         measured("start: torchrun alone to the first iteration", alone, unit="s"),
         measured("start: sbatch to the first iteration", slurm, unit="s"),
@@ -205,7 +205,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
     first_iteration(lab, job, logs / str(job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
-    words = [
+    arguments = [
         "env",
         f"PYTHONPATH={ROOT}",
         sys.executable,
@@ -214,11 +214,11 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
         "job",
         "status",
     ]
-    words += [str(job), "--json", "--log-dir", str(logs)]
+    arguments += [str(job), "--json", "--log-dir", str(logs)]
 
     def is_named() -> bool:
-        shown = json.loads(lab.run(words).stdout)
-        errors = [line for one in shown["nodes"] for line in one["errors"]]
+        shown = json.loads(lab.run(arguments).stdout)
+        errors = [line for node in shown["nodes"] for line in node["errors"]]
         return node in shown["lost"] or any(f"node {node}" in line for line in errors)
 
     begin_s = time.perf_counter()
@@ -234,7 +234,9 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
 
     def left() -> list[str]:
         return [
-            f"{way}: {name} {one.name()}" for name, _ in lab.nodes for one in lab.processes(name)
+            f"{way}: {name} {process.name()}"
+            for name, _ in lab.nodes
+            for process in lab.processes(name)
         ]
 
     try:

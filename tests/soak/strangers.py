@@ -198,62 +198,64 @@ class Crowd:
     def _hold(self) -> None:
         """Sends a byte now and then on idle connections, and replaces those that ended."""
         if len(self._held) >= HELD:
-            one = self._held.pop(self._draw.randrange(HELD))
+            connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
-                one.send(b"M")
-                self._held.append(one)
+                connection.send(b"M")
+                self._held.append(connection)
                 return
-            one.close()
+            connection.close()
         with contextlib.suppress(OSError):
             self._held.append(self._connect())
 
     def _connect(self) -> socket.socket:
-        place = self._place
-        if not place.port:
-            one = socket.socket(socket.AF_UNIX, place.kind)
-            one.settimeout(_END_S)
-            one.connect(f"\0{place.unix}")
-            return one
-        one = socket.socket()
-        one.settimeout(_END_S)
+        listener = self._place
+        if not listener.port:
+            connection = socket.socket(socket.AF_UNIX, listener.kind)
+            connection.settimeout(_END_S)
+            connection.connect(f"\0{listener.unix}")
+            return connection
+        connection = socket.socket()
+        connection.settimeout(_END_S)
         # Closing resets the connection, or the machine would run out of ports within seconds.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        one.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
-            one.bind((f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0))
-            one.connect(("127.0.0.1", place.port))
+            connection.bind(
+                (f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0)
+            )
+            connection.connect(("127.0.0.1", listener.port))
         except OSError:
-            one.close()
+            connection.close()
             raise
-        return one
+        return connection
 
-    def _say(self, one: socket.socket, data: bytes, *, is_last: bool) -> None:
+    def _say(self, connection: socket.socket, data: bytes, *, is_last: bool) -> None:
         self.said += 1
         with contextlib.suppress(OSError):
-            one.sendall(data)
+            connection.sendall(data)
             if is_last:
-                one.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)
 
-    def _finish(self, one: socket.socket, visit: Visit) -> None:
+    def _finish(self, connection: socket.socket, visit: Visit) -> None:
         """Sends the rest of a visit after the answer, and waits until the listener has ended it."""
         try:
-            answer = one.recv(4096)
+            answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
-                self._say(one, visit.then(answer), is_last=True)
-                self._open.append((one, Visit(b"")))
+                self._say(connection, visit.then(answer), is_last=True)
+                self._open.append((connection, Visit(b"")))
                 return
             while answer:
-                answer = one.recv(4096)
+                answer = connection.recv(4096)
         except TimeoutError:
             self.unheard += 1
         except OSError:
             pass  # the listener reset the connection
-        one.close()
+        connection.close()
 
 
 @contextlib.contextmanager
 def crowds(
-    places: Sequence[Place], messages: int, seed: int, found: dict[str, Any] | None = None
+    places: Sequence[Place], messages: int, seed: int, result: dict[str, Any] | None = None
 ) -> Iterator[list[Any]]:
     """Lets strangers talk to listeners until the context ends.
 
@@ -261,7 +263,7 @@ def crowds(
         places: The listeners.
         messages: Number of messages to each listener.
         seed: Seed of the visits.
-        found: Record that takes numbers of messages and unended visits by listener.
+        result: Record that takes numbers of messages and unended visits by listener.
 
     Yields:
         Processes of the strangers, one for each listener.
@@ -270,26 +272,26 @@ def crowds(
     over, counts = context.Event(), context.SimpleQueue()
     talking = []
     for number, place in enumerate(places):
-        given = (place, messages, seed + 10 * number, counts, over.is_set)
-        talking.append(context.Process(target=_speak, args=given, daemon=True))
+        arguments = (place, messages, seed + 10 * number, counts, over.is_set)
+        talking.append(context.Process(target=_speak, args=arguments, daemon=True))
         talking[-1].start()
     try:
         yield talking
         over.set()
-        for place, one in zip(places, talking, strict=True):
-            one.join(LIMIT_S)
-            if one.is_alive():
+        for place, process in zip(places, talking, strict=True):
+            process.join(LIMIT_S)
+            if process.is_alive():
                 raise RuntimeError(f"the strangers at {place.name} came to no end")
     finally:
-        for one in talking:
-            one.kill()
-            one.join()
-    while found is not None and not counts.empty():
+        for process in talking:
+            process.kill()
+            process.join()
+    while result is not None and not counts.empty():
         name, said, unheard, took_s = counts.get()
-        found["said"][name] = said
-        found["per_s"][name] = said / max(0.1, took_s)
+        result["said"][name] = said
+        result["per_s"][name] = said / max(0.1, took_s)
         if unheard:
-            found["unheard"][name] = unheard
+            result["unheard"][name] = unheard
 
 
 def _speak(
@@ -315,35 +317,40 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
     listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
-    every = [one for pid in pids for one in psutil.Process(pid).net_connections(kind="unix")]
-    names = {one.laddr for one in every if one.type == kind} & listen
+    every = [
+        connection
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections(kind="unix")
+    ]
+    names = {connection.laddr for connection in every if connection.type == kind} & listen
     return sorted(name[1:] for name in names if name.startswith("@megatron-adaptive-"))
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
     """Returns the rows of :func:`measure`."""
-    found = measure(messages, limit_s, seed)
-    least = min(found["said"].values())
+    result = measure(messages, limit_s, seed)
+    least = min(result["said"].values())
     said = ", ".join(
-        f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
+        f"{name} {count:,} ({result['per_s'][name]:,.0f}/s)"
+        for name, count in result["said"].items()
     )
     table = [
         Row(
             what=f"strangers: {text}",
-            value=len(found[key]),
+            value=len(result[key]),
             goal=0,
-            note=one_line("; ".join(found[key])),
+            note=one_line("; ".join(result[key])),
         )
         for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
     ]
-    value = found["differences"] if found["steps"] else None
-    note = f"{found['steps']} steps"
+    value = result["differences"] if result["steps"] else None
+    note = f"{result['steps']} steps"
     table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
-    note = f"of {messages:,}, in {found['talked_s']:.0f} s of talking; {said}"
+    note = f"of {messages:,}, in {result['talked_s']:.0f} s of talking; {said}"
     table.append(
         Row(what="strangers: messages to the least visited listener", value=least, note=note)
     )
-    return Result(rows=table, facts={"strangers": found})
+    return Result(rows=table, facts={"strangers": result})
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
@@ -361,7 +368,7 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
         compared with an undisturbed run; ``differences``: losses among them that differ in any bit;
         ``talked_s``: seconds of talking.
     """
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
         **{name: [] for name in ("ends", "effects")},
         "talked_s": 0.0,
@@ -369,12 +376,12 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
     limits_s = {name: share * limit_s for name, share in _SHARES.items()}
     with tempfile.TemporaryDirectory(prefix="strangers-") as name:
         folder = Path(name)
-        _elastic(folder, messages, limits_s["elastic"], seed, found)
-        _pods(folder, messages, limits_s["pods"], seed, found)
-        _doctor(folder, messages, limits_s["doctor"], seed, found)
+        _elastic(folder, messages, limits_s["elastic"], seed, result)
+        _pods(folder, messages, limits_s["pods"], seed, result)
+        _doctor(folder, messages, limits_s["doctor"], seed, result)
         for kind in ("tcp", "shm"):
-            _ranks(kind, messages, limits_s[kind], seed, found)
-    return found
+            _ranks(kind, messages, limits_s[kind], seed, result)
+    return result
 
 
 def _talk(
@@ -382,28 +389,36 @@ def _talk(
     messages: int,
     limit_s: float,
     seed: int,
-    found: dict[str, Any],
+    result: dict[str, Any],
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Lets strangers talk; at the end calls a function while they talk without a limit."""
     begun_s = time.monotonic()
-    with crowds(places, messages, seed, found) as talking:
-        while any(one.is_alive() for one in talking) and not is_over():
+    with crowds(places, messages, seed, result) as talking:
+        while any(process.is_alive() for process in talking) and not is_over():
             if time.monotonic() > begun_s + limit_s:
                 break
             time.sleep(0.1)
-        found["talked_s"] += time.monotonic() - begun_s
+        result["talked_s"] += time.monotonic() - begun_s
         then()
 
 
 def listening(process: psutil.Process) -> list[int]:
     """Returns the TCP ports at which a process listens."""
     connections = process.net_connections(kind="tcp")
-    return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
+    return sorted(
+        {
+            connection.laddr.port
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
+        }
+    )
 
 
-def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+def _elastic(
+    folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]
+) -> None:
     flags = ["--train-iters", "100000", "--save-interval", "100000"]
     ports = folder / "ports"
     variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
@@ -434,23 +449,23 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
                 Place(name=f"keeper's Unix socket {number}", unix=name, kind=kind)
                 for number, name in enumerate(_unix_names(kind, helpers), 1)
             ]
-        _talk(places, messages, limit_s, seed, found, lambda: job.manager.poll() is not None)
+        _talk(places, messages, limit_s, seed, result, lambda: job.manager.poll() is not None)
         job.trained(1, max(job.steps(1)) + 5)
         now = job.state()
         if len(now["epochs"]) > 1 or [job.agent("a"), job.agent("b")] != helpers[1:]:
-            found["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
-        found["effects"] += [
+            result["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
+        result["effects"] += [
             f"elastic: a node {node['name']} joined"
             for node in now["machines"]
             if node["name"] not in "ab"
         ]
         if "off" in now["copies"]:
-            found["effects"].append(f"elastic: snapshots are {now['copies']}")
+            result["effects"].append(f"elastic: snapshots are {now['copies']}")
         lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
-        found["effects"] += _complaints(job.said(), lines)
+        result["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
-        found["ends"].append(f"elastic: {error}")
+        result["ends"].append(f"elastic: {error}")
     finally:
         job.close()
     disturbed = {line["iteration"]: line["loss"] for line in job.lines() if "iteration" in line}
@@ -460,12 +475,16 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
     alone = ElasticJob(folder / "alone", "ab", flags)
     try:
         if status := alone.end(LIMIT_S):
-            found["ends"].append(f"the job for comparison: status {status}: {alone.said()[-2000:]}")
+            result["ends"].append(
+                f"the job for comparison: status {status}: {alone.said()[-2000:]}"
+            )
     finally:
         alone.close()
     expected = {line["iteration"]: line["loss"] for line in alone.lines() if "iteration" in line}
-    found["steps"] = len(expected)
-    found["differences"] = sum(disturbed.get(at) != loss for at, loss in expected.items())
+    result["steps"] = len(expected)
+    result["differences"] = sum(
+        disturbed.get(iteration) != loss for iteration, loss in expected.items()
+    )
 
 
 def _complaints(said: str, most: int) -> list[str]:
@@ -487,63 +506,63 @@ def _started(
         kill_tree(program)
 
 
-def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    own = folder / "pods"
-    own.mkdir()
-    conf, logs, said = own / "conf.sh", own / "logs", own / "master.txt"
+def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
+    work = folder / "pods"
+    work.mkdir()
+    conf, logs, said = work / "conf.sh", work / "logs", work / "master.txt"
     conf.write_text(_CONF)
     port, begun_s = free_port(), time.monotonic()
     waiting = logs / "master.json"
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with contextlib.ExitStack() as stack:
-        words = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
-        master = stack.enter_context(_started(said, *words, **variables))
+        command = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
+        master = stack.enter_context(_started(said, *command, **variables))
         wait_until(lambda: waiting.exists() and _is_open(port), said.read_text, LIMIT_S)
         nodes = {said: master}
 
         def join() -> None:
             """Starts the worker while strangers talk, and waits until the nodes have met."""
             end_s = time.monotonic() + LIMIT_S
-            words = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
+            command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([place], 10**9, seed + 1):
-                worker = _started(own / "worker.txt", *words, **variables)
-                nodes[own / "worker.txt"] = stack.enter_context(worker)
+                worker = _started(work / "worker.txt", *command, **variables)
+                nodes[work / "worker.txt"] = stack.enter_context(worker)
                 while waiting.exists() and time.monotonic() < end_s:
                     time.sleep(0.02)
 
         place = Place(name="master of pods", port=port)
         is_over = lambda: master.poll() is not None  # noqa: E731
-        _talk([place], messages, limit_s, seed, found, is_over, join)
+        _talk([place], messages, limit_s, seed, result, is_over, join)
         for log, node in nodes.items():
             if status := node.wait(LIMIT_S):
-                found["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
+                result["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
         lines = 1 + int(time.monotonic() - begun_s) // 60
-        found["effects"] += _complaints(said.read_text(), lines)
+        result["effects"] += _complaints(said.read_text(), lines)
 
 
-def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
     """Lets strangers talk to ``doctor`` while it waits for another node, then starts that node."""
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
-    words = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
-    words += ["--master-port", str(port), "--timeout", "3000", "--json"]
-    with _started(log, *words, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
+    command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(port), "--timeout", "3000", "--json"]
+    with _started(log, *command, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
         wait_until(lambda: _is_open(port) or doctor.poll() is not None, log.read_text, LIMIT_S)
 
         def come() -> None:
             for check in check_way("127.0.0.1", port, LIMIT_S, secret):
                 if check.state == "error":
-                    found["ends"].append(f"doctor: {check.text}")
+                    result["ends"].append(f"doctor: {check.text}")
 
         place = Place(name="doctor", port=port)
-        _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
+        _talk([place], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
         doctor.wait(LIMIT_S)  # its exit status depends on the machine
         said = log.read_text()
-        found["effects"] += _complaints(said, 0)
+        result["effects"] += _complaints(said, 0)
         if "reaches this node and is reached" not in said:
-            found["ends"].append(f"doctor: {said[-500:]}")
+            result["ends"].append(f"doctor: {said[-500:]}")
 
 
-def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
     """Lets strangers talk to a rank that waits for another rank, then starts that rank."""
     if kind == "shm" and os.geteuid() != 0:
         return
@@ -566,9 +585,9 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str,
                 low.open(kind, 1, address, LIMIT_S, **options)
                 waiting.result(LIMIT_S)
             except Exception as error:
-                found["ends"].append(f"ranks over {kind}: {error}")
+                result["ends"].append(f"ranks over {kind}: {error}")
 
-        _talk([place], messages, limit_s, seed, found, waiting.done, come)
+        _talk([place], messages, limit_s, seed, result, waiting.done, come)
         closing = [pool.submit(one.close, 10.0) for one in (low, high)]
         for one in closing:
             one.result(LIMIT_S)

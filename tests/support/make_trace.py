@@ -98,8 +98,8 @@ def parse_fault(text: str) -> Fault:
     Raises:
         ConfigError: The text has another form.
     """
-    what, _, when = text.partition("@")
-    kind, *values = what.split(":")
+    description, _, when = text.partition("@")
+    kind, *values = description.split(":")
     try:
         if kind not in FAULTS:
             raise ValueError(f"no fault {kind!r}")

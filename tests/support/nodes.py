@@ -160,24 +160,28 @@ class Node:
         """Returns the live processes of the node, without its first one."""
         if self._init is None:
             return []
-        found = []
+        processes = []
         with contextlib.suppress(psutil.Error):
             for init in psutil.Process(self._init.pid).children():
-                for one in init.children(recursive=True):
+                for process in init.children(recursive=True):
                     with contextlib.suppress(psutil.Error):
-                        if one.status() != psutil.STATUS_ZOMBIE:
-                            found.append(one)
-        return found
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            processes.append(process)
+        return processes
 
     def ranks(self) -> list[psutil.Process]:
         """Returns the ranks, in the order in which they were forked."""
-        forked = [one for one in self.processes() if _is_forkserver(one)]
-        return [one for one in forked if _is_forkserver(one.parent())]
+        forked = [process for process in self.processes() if _is_forkserver(process)]
+        return [process for process in forked if _is_forkserver(process.parent())]
 
     def helpers(self) -> list[psutil.Process]:
         """Returns the processes that manage, start and end ranks."""
-        ranks = {one.pid for one in self.ranks()}
-        return [one for one in self.processes() if one.pid not in ranks and _is_ours(one)]
+        ranks = {process.pid for process in self.ranks()}
+        return [
+            process
+            for process in self.processes()
+            if process.pid not in ranks and _is_ours(process)
+        ]
 
     def close(self) -> None:
         """Removes the node."""
@@ -250,13 +254,13 @@ def fill(path: Path) -> None:
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     """Sends a signal to those processes that still exist."""
-    for one in processes:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
-            one.send_signal(number)
+            process.send_signal(number)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def _is_forkserver(process: psutil.Process | None) -> bool:

@@ -115,9 +115,9 @@ def brute_force(problem: Problem) -> float:
     """Returns the seconds of the best plan that uses whole nodes; infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
-        found = predict(plan, problem)
-        if found.fits:
-            best = min(best, found.seconds)
+        prediction = predict(plan, problem)
+        if prediction.fits:
+            best = min(best, prediction.seconds)
     return best
 
 
@@ -168,18 +168,18 @@ def better(problem: Problem, seed: int) -> Problem:
     """Returns the problem with more memory, one faster link or one faster GPU."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
-    at = rng.randrange(len(groups))
-    node = groups[at].type
-    what = rng.choice(("memory", "intra", "network", "gpu"))
+    index = rng.randrange(len(groups))
+    node = groups[index].type
+    part = rng.choice(("memory", "intra", "network", "gpu"))
     factor = rng.uniform(1, 3)
     profile = problem.profile
     network = problem.cluster.network
     assert network is not None
-    if what == "memory":
+    if part == "memory":
         node = replace(node, memory_bytes=node.memory_bytes * factor)
-    elif what == "intra":
+    elif part == "intra":
         node = replace(node, intra=replace(node.intra, bytes_per_s=node.intra.bytes_per_s * factor))
-    elif what == "network":
+    elif part == "network":
         network = replace(network, bytes_per_s=network.bytes_per_s * factor)
     else:
         layers = {
@@ -187,6 +187,6 @@ def better(problem: Problem, seed: int) -> Problem:
             for key, times in profile.layers.items()
         }
         profile = replace(profile, layers=layers)
-    groups[at] = replace(groups[at], type=node)
+    groups[index] = replace(groups[index], type=node)
     cluster = replace(problem.cluster, groups=tuple(groups), network=network)
     return replace(problem, cluster=cluster, profile=profile)

@@ -45,8 +45,8 @@ def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -
 
 
 def _row(kind: str, start_ns: int, end_ns: int, **columns: int) -> tuple[int, ...]:
-    given = {**_USUAL, "start_ns": start_ns, "duration_ns": end_ns, **columns}
-    return (KIND[kind], *(given.get(name, 0) for name in COLUMNS[1:]))
+    values = {**_USUAL, "start_ns": start_ns, "duration_ns": end_ns, **columns}
+    return (KIND[kind], *(values.get(name, 0) for name in COLUMNS[1:]))
 
 
 class _Step:
@@ -83,7 +83,7 @@ class _Step:
     def _of_rank(self, rank: int) -> list[tuple[int, int, int, int, int, int]]:
         """Returns kind, chunk, microbatch, piece, start and end of a rank's actions."""
         result = self._result
-        found = []
+        actions = []
         for action, start_ps, end_ps in zip(
             result.orders[rank],
             result.starts_ps[rank].tolist(),
@@ -91,11 +91,11 @@ class _Step:
             strict=True,
         ):
             kind, times = KIND[action.kind.value], (start_ps // PS_PER_NS, end_ps // PS_PER_NS)
-            found.append((kind, action.chunk, action.microbatch, action.piece, *times))
+            actions.append((kind, action.chunk, action.microbatch, action.piece, *times))
             if kind in (F, B):
                 stage = self._placement.stage_of(rank, action.chunk)
                 self._times[kind, stage, action.microbatch] = times
-        return found
+        return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns reads of data, waits, receives, sends and actions of a rank."""
@@ -105,16 +105,16 @@ class _Step:
             _row(
                 "receive",
                 arrived,
-                self._times[place][0],
-                chunk=placement.locate(place[1])[1],
-                microbatch=place[2],
+                self._times[kind, stage, microbatch][0],
+                chunk=placement.locate(stage)[1],
+                microbatch=microbatch,
                 bytes=MESSAGE_BYTES,
                 peer=source,
-                of=place[0],
+                of=kind,
                 reason=reasons["seen"],
             )
-            for place, (source, arrived) in self._messages.items()
-            if self._rank_of[place[1]] == rank
+            for (kind, stage, microbatch), (source, arrived) in self._messages.items()
+            if self._rank_of[stage] == rank
         ]
         sends = []
         for (kind, stage, microbatch), (source, arrived) in self._messages.items():
@@ -135,21 +135,21 @@ class _Step:
                 )
         inbox = [row[COLUMNS.index("start_ns")] for row in receives]
         taken = sorted(row[COLUMNS.index("duration_ns")] for row in receives)
-        words = reasons_of(policy, self._result.codes[rank].tolist(), placement.num_chunks)
+        wait_reasons = reasons_of(policy, self._result.codes[rank].tolist(), placement.num_chunks)
         free = held = 0
         for (kind, chunk, microbatch, piece, start, end), word in zip(
-            self._actions[rank], words, strict=True
+            self._actions[rank], wait_reasons, strict=True
         ):
             stage = placement.stage_of(rank, chunk)
-            place = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
+            action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # The input is the reason for the wait unless it arrived before the wait began.
+                # The input is the reason for the wait if the action begins when it arrives.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"
                 more = {"peer": source, "of": kind, "reason": reasons[cause]}
-                waits.append(_row("wait", free, start, **place, **more))
+                waits.append(_row("wait", free, start, **action, **more))
             if kind == F and stage == 0:
                 read = min(start + data_ns[microbatch], end)
                 data.append(_row("data", start, read, microbatch=microbatch))
@@ -160,7 +160,7 @@ class _Step:
                     "FBW"[kind],
                     start,
                     end,
-                    **place,
+                    **action,
                     bytes=MESSAGE_BYTES * ((source >= 0) + went),
                     in_flight_bytes=ACTIVATION_BYTES * held,
                     queue_depth=max(0, bisect_right(inbox, start) - bisect_right(taken, start)),

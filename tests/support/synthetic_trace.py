@@ -315,8 +315,8 @@ class _Writer:
         data_ns = np.rint(data_s * 1e9).astype(np.int64)
         rows = step_rows(result, self._policies, data_ns=data_ns)
         for part in rows:
-            known = part[:, _PEER] >= 0
-            part[known, _PEER] = part[known, _PEER] * run.replicas + replica
+            has_peer = part[:, _PEER] >= 0
+            part[has_peer, _PEER] = part[has_peer, _PEER] * run.replicas + replica
         return result, rows
 
     def _iteration(
@@ -432,10 +432,10 @@ def draw_step(
     for fault in faults:
         if fault.kind == "spikes":
             position = fault.rank // run.replicas
-            mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
-            hit = rng.random(durations[:, mine].shape) < fault.probability
+            stages = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
+            hit = rng.random(durations[:, stages].shape) < fault.probability
             longer = np.where(hit, fault.factor, 1.0)
-            durations[:, mine] = (durations[:, mine] * longer).astype(np.int64)
+            durations[:, stages] = (durations[:, stages] * longer).astype(np.int64)
         elif fault.kind == "slow-data":
             extra_s += fault.seconds
     data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))

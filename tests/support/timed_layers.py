@@ -73,11 +73,11 @@ def time_each_layer(seconds: float) -> None:
     work = TransformerLayer.forward
 
     @functools.wraps(work)
-    def timed(layer: Any, *given: Any, **more: Any) -> Any:
+    def timed(layer: Any, *arguments: Any, **options: Any) -> Any:
         end_s = time.perf_counter() + seconds * factor_of(layer)
-        found = work(layer, *given, **more)
+        result = work(layer, *arguments, **options)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        return found
+        return result
 
     TransformerLayer.forward = timed
 
@@ -101,11 +101,11 @@ def keep_microbatches() -> None:
 
 def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    (given,) = _of_step or [None]
-    if given is None or "lengths" not in given[microbatch]:
+    (batch,) = _of_step or [None]
+    if batch is None or "lengths" not in batch[microbatch]:
         return 1.0
     of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
-    parts = given[microbatch]["lengths"] / longest
+    parts = batch[microbatch]["lengths"] / longest
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
@@ -114,11 +114,11 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
         share = share_of(microbatch) * (slow if is_slow(stages) else 1.0)
-        for one in stages.chunks[chunk].modules():
-            end_s += share * layer_s * factor_of(one)
-        found = work(stages, chunk, microbatch, *others)
+        for module in stages.chunks[chunk].modules():
+            end_s += share * layer_s * factor_of(module)
+        result = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        return found
+        return result
 
     return timed
 
@@ -127,10 +127,12 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
     """Moves layers after these iterations only, to these partitions."""
     done = 0
 
-    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+    ) -> Move | None:
         nonlocal done
         done += 1
-        return _asked(own, moves[done], times) if done in moves else None
+        return _asked(repartitioner, moves[done], times) if done in moves else None
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
@@ -146,38 +148,42 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 
-    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+    ) -> Move | None:
         nonlocal done
         done += 1
-        present = own._run.job.config.layers_per_stage
+        present = repartitioner._run.job.config.layers_per_stage
         if turns:
-            wanted = dict(turns).get(done + 1, present)
-            return None if wanted == present else _asked(own, wanted, times)
-        move = decide(own, times, num_microbatches)
+            next_partition = dict(turns).get(done + 1, present)
+            return (
+                None if next_partition == present else _asked(repartitioner, next_partition, times)
+            )
+        move = decide(repartitioner, times, num_microbatches)
         if move is None and done < _PATIENCE:
             return None
         chosen = present if move is None else move.partition
-        at = done + 1
+        iteration = done + 1
         for number in range(rounds):
             each = [chosen, *others]
             for partition in each[number % len(each) :] + each[: number % len(each)]:
-                turns.append((at, partition))
-                at += steps
-        if own._run.job.is_first:
-            told.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": at}))
+                turns.append((iteration, partition))
+                iteration += steps
+        if repartitioner._run.job.is_first:
+            told.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": iteration}))
         return move
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
-def _asked(own: Repartitioner, partition: tuple[int, ...], times: RankTimes) -> Move:
+def _asked(repartitioner: Repartitioner, partition: tuple[int, ...], times: RankTimes) -> Move:
     return Move(
         partition=partition,
         why="as asked",
         present_s=1.0,
         step_s=1.0,
         before_s=times.span_s,
-        former=own._run.job.config.layers_per_stage,
+        former=repartitioner._run.job.config.layers_per_stage,
     )
 
 

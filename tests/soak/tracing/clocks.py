@@ -38,7 +38,7 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
     Raises:
         RuntimeError: A process failed.
     """
-    found: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
+    errors_of: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
     with closing(ClockServer()) as server:
         for _ in range(repetitions):
             for offset_s, drift_ppm in WRONG:
@@ -48,10 +48,10 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
                 errors = np.abs(
                     fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
                 )
-                found["error_us"].append(float(np.median(errors)) / 1e3)
-                found["residual_us"].append(fit.residual_ns / 1e3)
-                found["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
-    return found
+                errors_of["error_us"].append(float(np.median(errors)) / 1e3)
+                errors_of["residual_us"].append(fit.residual_ns / 1e3)
+                errors_of["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
+    return errors_of
 
 
 def sample(

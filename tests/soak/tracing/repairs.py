@@ -71,9 +71,9 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
     """Returns a run whose stages have the layers that a repair names."""
-    found = re.search(r"--partition ([\d-]+)", repair.flag)
-    assert found is not None, repair.flag
-    work = np.array([float(layers) for layers in found[1].split("-")])
+    match = re.search(r"--partition ([\d-]+)", repair.flag)
+    assert match is not None, repair.flag
+    work = np.array([float(layers) for layers in match[1].split("-")])
     work[-1] += run.head
     return replace(run, head=0.0, stage_factors=tuple((work / LAYERS).tolist()))
 
@@ -129,12 +129,12 @@ def measure() -> Iterator[Done]:
     """
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
-        for what in repairs:
-            named = [r for r in answers.repairs if what in r.description]
+        for name in repairs:
+            named = [r for r in answers.repairs if name in r.description]
             if not named:
-                raise RuntimeError(f"{job}: no repair {what!r} among {answers.repairs}")
-            real_s, _ = _run(_MENDS[what](broken, named[0]))
-            yield Done(job, what, before_s, before_s * (1 - named[0].gain), real_s)
+                raise RuntimeError(f"{job}: no repair {name!r} among {answers.repairs}")
+            real_s, _ = _run(_MENDS[name](broken, named[0]))
+            yield Done(job, name, before_s, before_s * (1 - named[0].gain), real_s)
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
@@ -148,6 +148,8 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
     """Returns pairs of a job's repairs whose predicted order is the real one, and all pairs."""
-    pairs = [(one, other) for one, other in itertools.combinations(done, 2) if one.job == other.job]
+    pairs = [
+        (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job
+    ]
     right = [(a.predicted_s < b.predicted_s) == (a.real_s < b.real_s) for a, b in pairs]
     return sum(right), len(right)

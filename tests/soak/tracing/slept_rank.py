@@ -194,7 +194,7 @@ def draw_dealt(
         return draw_step(run, placement, iteration, replica, seeds[replica])
     sound = replace(run, faults=())
     drawn = [draw_step(sound, placement, iteration, r, seed)[0] for r, seed in enumerate(seeds)]
-    work = np.concatenate([one.durations_ps for one in drawn], axis=2)
+    work = np.concatenate([workload.durations_ps for workload in drawn], axis=2)
     factors = np.ones((run.replicas, placement.num_stages))
     for fault in run.faults:
         position, of = divmod(fault.rank, run.replicas)
@@ -202,14 +202,14 @@ def draw_dealt(
             factors[of, placement.stage_of(position, chunk)] *= fault.factor
     # A replica is as fast as its slowest rank.
     costs = (work.sum(axis=0)[None] * factors[:, :, None]).max(axis=1)
-    mine = deal(costs.tolist())[replica]
-    order = order_by_cost(costs[replica, list(mine)].tolist(), run.num_ranks)
-    dealt = work[:, :, [mine[place] for place in order]] * factors[replica][:, None]
-    delays = drawn[replica].delays_ps[:, :, np.arange(len(mine)) % run.num_microbatches]
+    numbers = deal(costs.tolist())[replica]
+    order = order_by_cost(costs[replica, list(numbers)].tolist(), run.num_ranks)
+    dealt = work[:, :, [numbers[index] for index in order]] * factors[replica][:, None]
+    delays = drawn[replica].delays_ps[:, :, np.arange(len(numbers)) % run.num_microbatches]
     dealt_work = replace(
         drawn[replica], durations_ps=np.rint(dealt).astype(np.int64), delays_ps=delays
     )
-    return dealt_work, np.full(len(mine), run.data_s)
+    return dealt_work, np.full(len(numbers), run.data_s)
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
@@ -219,7 +219,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
     run = SyntheticRun(**{**plan["run"], "faults": faults})
     member = Rank(rank, run, Path(plan["folder"]))
     spans = [member.iterate(iteration) for iteration in range(1, run.iterations + 1)]
-    found: list[Any] = [None] * run.world_size
-    dist.all_gather_object(found, spans)
+    gathered: list[Any] = [None] * run.world_size
+    dist.all_gather_object(gathered, spans)
     member.close()
-    return found
+    return gathered
