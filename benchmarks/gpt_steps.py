@@ -166,9 +166,9 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
         step_ms, rival_ms = (
             1e3 * statistics.median(series) for series in zip(*rounds, strict=True)
         )
-        what = f"small GPT, {duel.job}: step of {duel.name} over {duel.rival}"
+        title = f"small GPT, {duel.job}: step of {duel.name} over {duel.rival}"
         note = f"{step_ms:.1f} ms against {rival_ms:.1f}"
-        rows.append(measured(what, [a / b for a, b in rounds], goal=duel.goal, note=note))
+        rows.append(measured(title, [a / b for a, b in rounds], goal=duel.goal, note=note))
     wrong = disagreements(results)
     for quantity, limit in MOST_DIFFERENCE.items():
         values = [

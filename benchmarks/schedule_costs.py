@@ -53,12 +53,12 @@ def measure() -> list[Row]:
     times_s["executor's own work per action"] = _median(_executor_s), MOST_EXECUTOR
     return [
         Row(
-            what=f"{what}, over a Python call",
+            what=f"{title}, over a Python call",
             value=seconds / call_s,
             goal=most,
             note=f"{1e6 * seconds:.3g} us over {1e6 * call_s:.3g} us",
         )
-        for what, (seconds, most) in times_s.items()
+        for title, (seconds, most) in times_s.items()
     ]
 
 

@@ -98,21 +98,21 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
         "cpus": list(cpus),
         "copies": str(library),
     }
-    ours: Samples = fork_ranks("benchmarks.channels.pair", 2, LIMIT_S, plan)
+    samples: Samples = fork_ranks("benchmarks.channels.pair", 2, LIMIT_S, plan)
     peers, reason = measure_mpi(plan)
-    print(bandwidths({"": ours, **peers}))
+    print(bandwidths({"": samples, **peers}))
     if options.chart is not None:
-        draw(ours, options.chart)
-    rows = [*_of_memcpy(ours), *_over_peers(ours, peers, reason), *_pings(ours, peers)]
+        draw(samples, options.chart)
+    rows = [*_of_memcpy(samples), *_over_peers(samples, peers, reason), *_pings(samples, peers)]
     copies = Copies(library)
     wake_s = copies.wake_s(*cpus)
-    half_s = statistics.median(ours["shm ping"])
+    half_s = statistics.median(samples["shm ping"])
     note = f"{1e6 * half_s:.3g} us over {1e6 * wake_s:.3g} us"
-    what = "shm, 1 KiB: half a round trip over a wake of a sleeping thread"
-    rows.append(Row(what=what, value=half_s / wake_s, goal=MOST_OF_WAKE, note=note))
-    what = "cache line from one processor to the other"
-    rows.append(Row(what=what, value=1e9 * copies.cache_line_s(*cpus), unit="ns"))
-    return Result(rows=rows, facts={"samples": {"torch": ours, **peers}})
+    title = "shm, 1 KiB: half a round trip over a wake of a sleeping thread"
+    rows.append(Row(what=title, value=half_s / wake_s, goal=MOST_OF_WAKE, note=note))
+    title = "cache line from one processor to the other"
+    rows.append(Row(what=title, value=1e9 * copies.cache_line_s(*cpus), unit="ns"))
+    return Result(rows=rows, facts={"samples": {"torch": samples, **peers}})
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
@@ -121,29 +121,29 @@ def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
     return min(kinds, key=statistics.median)
 
 
-def _of_memcpy(ours: Samples) -> list[Row]:
+def _of_memcpy(samples: Samples) -> list[Row]:
     return [
         measured(
             f"shm, {size_text(nbytes)}: speed of the faster memcpy",
-            ratios(_memcpy(ours, nbytes), ours[f"shm {nbytes}"]),
+            ratios(_memcpy(samples, nbytes), samples[f"shm {nbytes}"]),
             goal=LEAST_OF_MEMCPY,
             least=True,
-            note=f"{1e3 * statistics.median(ours[f'shm {nbytes}']):.3g} ms",
+            note=f"{1e3 * statistics.median(samples[f'shm {nbytes}']):.3g} ms",
         )
         for nbytes in (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
     ]
 
 
-def _over_peers(ours: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns the rows of other libraries, as ratios of their time to that of our transport."""
+def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
+    """Returns the rows of other libraries, as ratios of their time to that of this project's."""
     rows = []
     for nbytes in COMPARED:
-        shm, size = ours[f"shm {nbytes}"], size_text(nbytes)
-        over = ratios(ours[f"gloo {nbytes}"], shm)
+        shm, size = own_samples[f"shm {nbytes}"], size_text(nbytes)
+        over = ratios(own_samples[f"gloo {nbytes}"], shm)
         rows.append(measured(f"shm over gloo, {size}", over, goal=1.0, least=True))
-        what = f"shm over the best of MPI and UCX, {size}"
+        title = f"shm over the best of MPI and UCX, {size}"
         if not peers:
-            rows.append(missing(what, reason, goal=1.0, least=True))
+            rows.append(missing(title, reason, goal=1.0, least=True))
             continue
         # Each library ran in processes of its own, so it is compared with their copies.
         speed = {
@@ -152,14 +152,14 @@ def _over_peers(ours: Samples, peers: Mapping[str, Samples], reason: str) -> lis
             for name, samples in peers.items()
         }
         best = min(speed, key=lambda name: speed[name])
-        of_memcpy = statistics.median(shm) / statistics.median(_memcpy(ours, nbytes))
+        of_memcpy = statistics.median(shm) / statistics.median(_memcpy(own_samples, nbytes))
         value = speed[best] / of_memcpy
-        rows.append(Row(what=what, value=value, goal=1.0, least=True, note=best))
+        rows.append(Row(what=title, value=value, goal=1.0, least=True, note=best))
     return rows
 
 
-def _pings(ours: Samples, peers: Mapping[str, Samples]) -> list[Row]:
-    series = {name: ours[f"{name} ping"] for name in ("shm", "tcp", "gloo")}
+def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
+    series = {name: own_samples[f"{name} ping"] for name in ("shm", "tcp", "gloo")}
     series |= {name: samples[f"{name} ping"] for name, samples in peers.items()}
     return [
         measured(f"{name}, 1 KiB: half a round trip", [1e6 * s for s in seconds], unit="us")
@@ -187,13 +187,13 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
     added_s = {}
     for name in ("shm", "tcp", "gloo"):
         added_s[name] = (statistics.median(steps_s[name]) - ideal_s) / MICROBATCHES
-        what = f"{name}: added to a microbatch of 1F1B, 1 MiB each way"
+        title = f"{name}: added to a microbatch of 1F1B, 1 MiB each way"
         note = f"{1e3 * ideal_s / (MICROBATCHES + 1):.3g} ms of compute per microbatch"
-        rows.append(Row(what=what, value=1e3 * added_s[name], unit="ms", note=note))
+        rows.append(Row(what=title, value=1e3 * added_s[name], unit="ms", note=note))
     copy_s = Copies(library).copy_s(MIB)
-    what = "shm: the same in copies of 1 MiB"
+    title = "shm: the same in copies of 1 MiB"
     note = f"a copy takes {1e3 * copy_s:.3g} ms"
-    rows.append(Row(what=what, value=added_s["shm"] / copy_s, goal=MOST_COPIES, note=note))
+    rows.append(Row(what=title, value=added_s["shm"] / copy_s, goal=MOST_COPIES, note=note))
     return Result(rows=rows, facts={"1f1b": steps_s})
 
 
@@ -202,10 +202,10 @@ def more_ranks(options: argparse.Namespace) -> Result:
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
-    what = f"{count} ranks of a small GPT: step time, shm over gloo"
+    title = f"{count} ranks of a small GPT: step time, shm over gloo"
     note = f"{processors} processors; gloo {1e3 * statistics.median(times['gloo']):.4g} ms"
-    over = ratios(times["shm"], times["gloo"])
-    shm = measured(what, over, goal=MOST_OVER_GLOO, note=note)
+    quotients = ratios(times["shm"], times["gloo"])
+    shm = measured(title, quotients, goal=MOST_OVER_GLOO, note=note)
     tcp = measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"]))
     return Result(rows=[shm, tcp])
 

@@ -230,20 +230,20 @@ def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> li
         if name == "megatron" or "megatron" not in times:
             continue
         goal = None if tiny or name.endswith("gloo") else MOST
-        what = f"{title}: step, {name} over megatron-core"
-        rows.append(measured(what, ratios(series, times["megatron"]), goal=goal))
+        row_title = f"{title}: step, {name} over megatron-core"
+        rows.append(measured(row_title, ratios(series, times["megatron"]), goal=goal))
     for quantity, limit in LIMITS.items():
         values = {name: difference[quantity] for name, difference in result["differences"].items()}
         worst = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
         rows.append(difference_row(title, quantity, values.values(), limit, worst))
     for name, lines in result["synchronizations"].items():
-        what = f"{title}: synchronizations in forwards and backwards, {name}"
+        row_title = f"{title}: synchronizations in forwards and backwards, {name}"
         if isinstance(lines, str):
-            rows.append(missing(what, lines))
+            rows.append(missing(row_title, lines))
         else:
             # Copies to the host's pageable memory always wait.
             goal = None if name.endswith("gloo") else 0
-            rows.append(Row(what=what, value=len(lines), goal=goal, note=" ".join(lines)))
+            rows.append(Row(what=row_title, value=len(lines), goal=goal, note=" ".join(lines)))
     return rows
 
 
@@ -279,9 +279,9 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
         facts[part] = {"held_bytes": held, "planned_bytes": planned}
         for stage, (nbytes, predicted) in enumerate(zip(held, planned, strict=True)):
             note = f"{nbytes / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
-            what = f"{title}: memory of stage {stage} over the plan's"
+            row_title = f"{title}: memory of stage {stage} over the plan's"
             goal = None if tiny else UNDERESTIMATE
-            rows.append(Row(what=what, value=nbytes / predicted, goal=goal, note=note))
+            rows.append(Row(what=row_title, value=nbytes / predicted, goal=goal, note=note))
     return rows, facts
 
 

@@ -152,22 +152,22 @@ def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
     if of_executor:
         worst = min(of_executor, key=lambda steps: steps.of_bound)
-        what = "step without any cost over the measured one, worst"
+        title = "step without any cost over the measured one, worst"
         note = f"{worst.competitor.name}, {worst.scenario}"
-        rows.append(_least(what, worst.of_bound, LEAST_OF_BOUND, note))
+        rows.append(_least(title, worst.of_bound, LEAST_OF_BOUND, note))
     for name in (ADAPTIVE, TIGHT):
         cap = COMPETITORS[name].cap_for(ranks, microbatches)
         assert cap is not None
         over = list(_over_fixed(table, name, cap))
         if over:
             value, note = min(over)
-            what = f"{name} over any fixed order in no more memory, worst"
-            rows.append(_least(what, value, LEAST_OF_GAIN, note))
+            title = f"{name} over any fixed order in no more memory, worst"
+            rows.append(_least(title, value, LEAST_OF_GAIN, note))
     for (name, scenario), steps in table.items():
         if (name, scenario) == (PLUG_IN, "jitter 0.3"):
             cap = steps.competitor.cap_for(ranks, microbatches)
-            what = f"{name}: activations held, {scenario}"
-            rows.append(Row(what=what, value=steps.peak, goal=cap))
+            title = f"{name}: activations held, {scenario}"
+            rows.append(Row(what=title, value=steps.peak, goal=cap))
     return rows
 
 
@@ -176,9 +176,9 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
     simulated = ratio(slow.simulated_s, fast.simulated_s)
-    what = f"{policy} over {rival}, {scenario}: share of the simulated gain"
+    title = f"{policy} over {rival}, {scenario}: share of the simulated gain"
     note = f"{measured:.3f} times as fast, simulated {simulated:.3f}"
-    return _least(what, measured / simulated, LEAST_OF_GAIN, note)
+    return _least(title, measured / simulated, LEAST_OF_GAIN, note)
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
@@ -191,8 +191,8 @@ def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, 
             yield ratio(steps.measured_s, faster), f"{name}, {scenario}"
 
 
-def _least(what: str, value: float, goal: float, note: str) -> Row:
-    return Row(what=what, value=value, goal=goal, least=True, note=note)
+def _least(title: str, value: float, goal: float, note: str) -> Row:
+    return Row(what=title, value=value, goal=goal, least=True, note=note)
 
 
 def chart(table: Table, title: str, path: Path) -> None:

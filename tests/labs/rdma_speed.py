@@ -24,13 +24,13 @@ from tests.multiprocess.launch import ROOT, environment
 from tests.soak import killed_ranks
 
 BANDWIDTH, LATENCY = 0.90, 1.2
-"""Least bandwidth and most latency, relative to perftest's."""
+"""Lower limit of the bandwidth and upper limit of the latency, relative to perftest's."""
 PROGRAM = "rdma_measure"
 LIMIT_S = 900.0
 
 
 def why_not() -> str | None:
-    """Returns the reason why the lab or our RDMA cannot run here, ``None`` if they can."""
+    """Returns why the lab or the RDMA transport cannot run here, ``None`` if they can."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
         return "the extension was built without RDMA: bash prerequisite.sh --rdma"
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, where perftest and our transport take turns.
+    """Boots two nodes, on which perftest and the RDMA transport take turns.
 
     Raises:
         RuntimeError: The nodes failed.
@@ -110,7 +110,7 @@ def kills(count: int) -> Result:
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(what, reason, goal=0)])
-    # A folder of its own, because files of the host come and go.
+    # The trials need a folder of their own, because files of the host come and go.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
@@ -137,7 +137,7 @@ def kills(count: int) -> Result:
 
 
 def main() -> int:
-    """Measures as the command line says; returns 1 if a limit is missed."""
+    """Measures and prints; returns 1 if a limit is missed."""
     options = parser_of(__doc__, ("speed", "kills"), "three turns and kills").parse_args()
     parts = {
         "speed": lambda: measure(3 if options.quick else 5),

@@ -35,7 +35,7 @@ STEPS, SAMPLES = 4, 4
 USED = "used: "
 LIMIT_S = 300.0
 _ALONE = [*FLAGS, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "1"]
-# With this flag the vocabulary has the same number of rows in every shape.
+# The flag gives the vocabulary the same number of rows in every shape.
 _ALONE += ["--make-vocab-size-divisible-by", "32"]
 _SHAPES = {
     "trainer-1": (1, ()),

@@ -218,7 +218,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
 
     def is_named() -> bool:
         shown = json.loads(lab.run(arguments).stdout)
-        errors = [line for node in shown["nodes"] for line in node["errors"]]
+        errors = [line for entry in shown["nodes"] for line in entry["errors"]]
         return node in shown["lost"] or any(f"node {node}" in line for line in errors)
 
     begin_s = time.perf_counter()

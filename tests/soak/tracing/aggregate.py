@@ -58,7 +58,7 @@ def main() -> int:
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # Of children that have ended the system keeps only the largest memory.
+    # The system knows only the largest memory of all ended children.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children
