@@ -69,8 +69,8 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     content, page = report(tmp_path)
-    found = {one["name"]: (one["state"], one["reason"]) for one in content["parts"]}
-    assert found == {
+    states = {part["name"]: (part["state"], part["reason"]) for part in content["parts"]}
+    assert states == {
         "device": ("ok", ""),
         "hangs": ("cut", "it took more than 4 s"),
         "fails": ("failed", "status 1: no such thing"),
@@ -80,9 +80,13 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
         "works": ("ok", ""),
     }
     assert content["gpus"] == 1
-    for one in content["parts"]:
-        assert f"| {one['name']} | {one['state']} |" in page
-    left = [one.pid for one in psutil.process_iter() if "time.sleep(600)" in " ".join(_words(one))]
+    for part in content["parts"]:
+        assert f"| {part['name']} | {part['state']} |" in page
+    left = [
+        process.pid
+        for process in psutil.process_iter()
+        if "time.sleep(600)" in " ".join(_words(process))
+    ]
     assert not left
 
 

@@ -94,22 +94,22 @@ def rows_of(samples: dict[str, list[float]]) -> list[Row]:
         ("channel median", "perftest median", "the C++ channel, median", LATENCY),
         ("latency", "perftest mean", "from Python, mean", None),
     ):
-        what = f"rdma, 1 KiB: half a round trip over ib_write_lat, {shown}"
+        title = f"rdma, 1 KiB: half a round trip over ib_write_lat, {shown}"
         if series not in samples:
-            rows.append(missing(what, "needs a C++ compiler and libibverbs-dev", goal=goal))
+            rows.append(missing(title, "needs a C++ compiler and libibverbs-dev", goal=goal))
             continue
         times_us = [1e6 * statistics.median(samples[name]) for name in (series, rival)]
         note = "{:.4g} us over {:.4g} us".format(*times_us)
-        rows.append(measured(what, ratios(samples[series], samples[rival]), goal=goal, note=note))
+        rows.append(measured(title, ratios(samples[series], samples[rival]), goal=goal, note=note))
     return rows
 
 
 def kills(count: int) -> Result:
     """Kills ranks that are connected by RDMA, within one node; see ``tests.soak.killed_ranks``."""
-    what = f"{count} kills at random moments, rdma"
+    title = f"{count} kills at random moments, rdma"
     reason = why_not()
     if reason is not None:
-        return Result(rows=[missing(what, reason, goal=0)])
+        return Result(rows=[missing(title, reason, goal=0)])
     # The trials need a folder of their own, because files of the host come and go.
     script = """
         mkdir /run/private
@@ -133,7 +133,7 @@ def kills(count: int) -> Result:
         if result.status:
             raise RuntimeError(f"the node ended with {result.status}: {result.text[-2000:]}")
         outcomes = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
-    return Result(rows=killed_ranks.rows_of(outcomes, what), facts={"kills, rdma": outcomes})
+    return Result(rows=killed_ranks.rows_of(outcomes, title), facts={"kills, rdma": outcomes})
 
 
 def main() -> int:

@@ -168,8 +168,8 @@ def run(
     """
     program = qemu.prepare() if machine == "qemu" else kernel.prepare()
     with tempfile.TemporaryDirectory(prefix="rdma-lab-") as name:
-        place = (share or Path(name, "share")).resolve()
-        boot = _Boot(machine, program, Path(name), place, memory_mib)
+        folder = (share or Path(name, "share")).resolve()
+        boot = _Boot(machine, program, Path(name), folder, memory_mib)
         if share is None:
             boot.share.mkdir()
         if any(character.isspace() for character in f"{boot.folder}{boot.share}"):

@@ -139,25 +139,25 @@ def arguments(
         folders: Folders that it mounts for writing, by tag.
         variables: Variables of its first process, as ``NAME=VALUE``.
     """
-    words = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
-    words += ["-m", str(memory_mib), "-serial", "stdio"]
-    words += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
+    command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
+    command += ["-m", str(memory_mib), "-serial", "stdio"]
+    command += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
     # On a busy host the emulated timer would fail the kernel's check.
     options = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"
-    words += ["-append", f"{options} {' '.join(variables)}"]
+    command += ["-append", f"{options} {' '.join(variables)}"]
     link = "dgram,id={},local.type=fd,local.str={}".format
     if len(links) == 1:
-        words += ["-netdev", link("net", links[0].fileno())]
+        command += ["-netdev", link("net", links[0].fileno())]
     else:
-        words += ["-netdev", "hubport,id=net,hubid=0"]
+        command += ["-netdev", "hubport,id=net,hubid=0"]
         for index, end in enumerate(links):
-            words += ["-netdev", link(f"link{index}", end.fileno())]
-            words += ["-netdev", f"hubport,id=port{index},hubid=0,netdev=link{index}"]
-    words += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{rank + 1:02x}"]
+            command += ["-netdev", link(f"link{index}", end.fileno())]
+            command += ["-netdev", f"hubport,id=port{index},hubid=0,netdev=link{index}"]
+    command += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{rank + 1:02x}"]
     for tag, path, more in (
         ("host", Path("/"), ",readonly=on,multidevs=remap"),
         *((tag, path, "") for tag, path in folders.items()),
     ):
-        words += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
-        words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-    return words
+        command += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
+        command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+    return command

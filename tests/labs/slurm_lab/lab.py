@@ -214,10 +214,10 @@ class Lab:
 
         def is_registered() -> bool:
             said = self.run(["scontrol", "show", "node", name]).stdout
-            found = re.search(r"SlurmdStartTime=(\S+)", said)
-            if found is None or found[1] == "None":
+            match = re.search(r"SlurmdStartTime=(\S+)", said)
+            if match is None or match[1] == "None":
                 return False
-            return datetime.datetime.fromisoformat(found[1]).timestamp() >= self._booted_s[name]
+            return datetime.datetime.fromisoformat(match[1]).timestamp() >= self._booted_s[name]
 
         update = "scontrol", "update", f"NodeName={name}"
         self.output(*update, "State=DRAIN", "Reason=it starts anew")
