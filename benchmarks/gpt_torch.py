@@ -1,17 +1,17 @@
 """The schedules of ``torch.distributed.pipelining``, unchanged, on megatron-core's GPT chunks.
 
-The chunks, their wrapper for data parallelism, the loss and what follows the last backward are
-those that our executor runs. What to know of torch's runtime (2.13) when reading its rows:
+The chunks, their wrapper for data parallelism, the loss and the work after the last backward are
+those of this project's executor. Facts about torch's runtime (2.13) that explain its rows:
 
 * It splits a backward by autograd's graph: B asks for the gradients of the inputs, W starts again
-  at the functions that inputs and weights meet in. A linear layer of megatron-core is one such
-  function and computes both of its gradients whenever it is called, so that a split backward does
-  both products twice: five with the forward's instead of three. On the first stage B does nothing
-  and W is the whole backward.
-* A stage may bring its own split instead, which is what "our W" means: the layers leave their
-  weight gradients to our store in B and W runs it. Order and messages are torch's.
-* Gradients of a W by the graph go to ``grad`` and pass by the hook that adds to ``main_grad``. They
-  are added after the step: as many additions as there are microbatches, like everywhere.
+  at the functions that take both inputs and weights. A linear layer of megatron-core is one such
+  function and computes both of its gradients at each call. So a split backward computes both
+  products twice: five products with that of the forward instead of three. On the first stage B
+  does nothing and W is the whole backward.
+* A stage may split its backward itself, which the rows with "our W" do: in B the layers leave their
+  weight gradients in this project's store, and W runs it. Order and messages are torch's.
+* Gradients of a W by the graph go to ``grad``, without the hook that adds them to ``main_grad``.
+  They are added to ``main_grad`` after the step.
 """
 
 from __future__ import annotations
@@ -42,48 +42,50 @@ _SCHEDULES: dict[str, Any] = {
 
 
 class StageModule(torch.nn.Module):
-    """A GPT chunk called as torch's stages call a module.
+    """A GPT chunk that torch's stages can call.
 
     Args:
-        chunk: the chunk in its data-parallel wrapper.
-        first: whether it takes tokens.
+        chunk: Chunk in its data-parallel wrapper.
+        first: Whether the chunk takes tokens.
     """
 
     def __init__(self, chunk: torch.nn.Module, *, first: bool) -> None:
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # A bound method, not the module: its parameters must not be listed twice.
+        # As a bound method: an attribute with the module would list its parameters twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
         self,
-        given: torch.Tensor,
+        received: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs a microbatch.
 
         Args:
-            given: tokens ``[b, s] int64`` on the first stage, elsewhere ``[s, b, h]``.
-            position_ids, labels: ``[b, s] int64`` on a rank that has data.
+            received: Tokens ``[b, s] int64`` on the first stage, else activations ``[s, b, h]``.
+            position_ids: Positions of the tokens, ``[b, s] int64``, on a rank that has data.
+            labels: Next tokens, ``[b, s] int64``, on a rank that has data.
 
         Returns:
-            ``[s, b, h]``, on the last stage the losses ``[b, s]``.
+            Activations ``[s, b, h]``; on the last stage the losses ``[b, s]``.
         """
         if not self._first:
-            self._set_input([given])
-        tokens = given if self._first else None
+            self._set_input([received])
+        tokens = received if self._first else None
         output: torch.Tensor = self.chunk(tokens, position_ids, None, labels=labels)
         return output
 
 
 class StoreStage(PipelineStage):
-    """A stage whose layers leave weight gradients to a store.
+    """A stage whose layers leave weight gradients in a store.
 
     Args:
-        store: of the chunk, attached to its layers.
-        arguments, options: of ``PipelineStage``.
+        store: Store of the chunk, attached to its layers.
+        arguments: Positional arguments of ``PipelineStage``.
+        options: Keyword arguments of ``PipelineStage``.
     """
 
     def __init__(self, store: WeightGradientStore, *arguments: Any, **options: Any) -> None:
@@ -92,7 +94,7 @@ class StoreStage(PipelineStage):
         self._microbatch = -1
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        """Runs a backward pass by inputs (see ``PipelineStage``)."""
+        """Runs a backward by inputs; see ``PipelineStage``."""
         self._microbatch = bwd_chunk_id
         with self._store.collect(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
@@ -103,13 +105,13 @@ class StoreStage(PipelineStage):
 
 
 class TorchRunner:
-    """Runs one of torch's schedules on the chunks of a run. Collective to make.
+    """Runs one of torch's schedules on the chunks of a run. All ranks make theirs at once.
 
     Args:
-        run: the built run.
-        schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
-        num_microbatches: of every step.
-        stores: one per chunk, attached to its layers, to split backwards by them.
+        run: Built model and its settings.
+        schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
+        num_microbatches: Number of microbatches of a step.
+        stores: Stores that split backwards, one per chunk and attached to its layers, if any.
     """
 
     def __init__(
@@ -139,13 +141,13 @@ class TorchRunner:
         )
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
-        """Runs the forward and backward passes of a step, up to complete gradients.
+        """Runs the forwards and backwards of a step, up to complete gradients.
 
         Args:
-            microbatches: the step's, ``None`` on a rank that needs no data.
+            microbatches: Microbatches of the step, ``None`` on a rank that needs no data.
 
         Returns:
-            The loss of each microbatch under its name, on the last stage; elsewhere nothing.
+            Losses of the microbatches on the last stage, an empty list on others.
         """
         for store in self._stores:
             store.clear()
@@ -168,7 +170,7 @@ class TorchRunner:
     def _batch(
         self, microbatches: Sequence[Microbatch] | None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Joins microbatches, which torch splits again: input, target and keyword inputs."""
+        """Returns input, target and keyword inputs of all microbatches; torch splits them again."""
         if microbatches is None:
             return (), None, {}
         to_device = self._run.job.accelerator.to_device

@@ -1,18 +1,18 @@
-"""Measures what traces, checkpoints, copies in memory and the watch add to steps of a small GPT.
+"""Steps of a small GPT with and without a feature: traces, checkpoints, copies, the hang watch.
 
-One job takes turns with and without, so that whatever else the machine does hits both alike. Both
-the time on the clock and the processor time of all ranks are taken: who waits for whom changes the
-former by some percent from step to step, the latter hardly, so that a fraction of a percent shows
-in it; and where training uses every processor, the second is the cause of the first. Run as a
-script, it is one rank.
+Within one job steps with and without the feature take turns, so that whatever else the machine does
+slows both alike. Both elapsed time and processor time of all ranks are measured. Elapsed time
+varies by some percent from step to step, because ranks wait for each other. Processor time hardly
+does, so it shows a fraction of a percent; and if training uses every processor, more of it means
+longer steps. As a program this file is one rank.
 
-``traced``: a traced step ends when its spans are in the file. ``saving``: windows of ten steps
-begin with a checkpoint that is written behind training, and end when it is complete, so that
-nothing of it is left to the next. ``copying``: two ranks, each on a node of its own as far as
-copies go, each with a keeper in a process of its own as the node's agent has it, send each other
-all that they copy, at every step or at the first of ten; processor time is that of ranks and
-keepers. ``watched``: windows of ten steps with the watch for hangs, its process and threads, or
-without; processor time is that of ranks and of the process.
+* ``traced``: a traced step ends when its spans are in the file.
+* ``saving``: a window of ten steps begins with a checkpoint that is written behind training, and
+  ends when the checkpoint is complete, so that none of its work is left to the next window.
+* ``copying``: two ranks, each on a node of its own as far as copies are concerned, send each other
+  copies of their state, at every step or at the first of ten. Each has a keeper in a process of its
+  own, as the agent of a node does; its processor time is counted too.
+* ``watched``: windows of ten steps with the watch for hangs, whose process is counted too.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import ranks
-from benchmarks.ranks import GPT, GptRank, rank_main
-from benchmarks.report import ratios
+from harness import gpt_ranks
+from harness.gpt_ranks import GPT, TrainingRank, rank_main
+from harness.report import ratios
 
 RANKS = {"traced": 4, "saving": 2, "copying": 2, "watched": 2}
 WINDOW = 10
+"""Number of steps of a window."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
@@ -44,62 +45,54 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
     Args:
         kind: ``traced``, ``saving``, ``copying`` or ``watched``.
-        rounds: of two turns with and two without.
+        rounds: Number of rounds of two turns with the feature and two without.
 
     Returns:
-        ``KIND_s`` and ``plain_s``, seconds per step of each round, ``KIND_cpu_s`` and
-        ``plain_cpu_s``, the same of processor time over all ranks; for copies twice, under ``each``
-        for those of every step and ``tenth``. Besides of traces ``spans`` per step and ``step_s``;
-        of checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, how long training waited for
-        each; of copies ``notice``, what is copied.
+        ``KIND_s`` and ``plain_s``: seconds per step in each round; ``KIND_cpu_s`` and
+        ``plain_cpu_s``: processor seconds per step over all ranks. For copies there are two sets of
+        these, ``each`` and ``tenth``. Further, for traces ``spans`` per step and ``step_s``; for
+        checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, the seconds that training waited
+        for each; for copies ``notice``, a text that says what is copied.
 
     Raises:
-        RuntimeError: a rank failed, or took too long.
+        RuntimeError: A rank failed, or the time limit passed.
     """
-    return ranks.measure(__file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S)
+    return gpt_ranks.measure(__file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S)
 
 
 def costs(result: dict[str, Any], kind: str, unit: str = "s") -> list[float]:
-    """By what share steps with it are longer, round by round; ``unit`` is ``s`` or ``cpu_s``."""
+    """Returns how much longer steps with the feature are, as a share of the others, by round.
+
+    Args:
+        result: Result of :func:`measure`.
+        kind: Kind that was measured.
+        unit: ``s`` for elapsed time, ``cpu_s`` for processor time.
+    """
     return [ratio - 1 for ratio in ratios(result[f"{kind}_{unit}"], result[f"plain_{unit}"])]
 
 
-class _Rank(GptRank):
+class _Rank(TrainingRank):
     """One rank.
 
     Args:
-        kind: see :func:`measure`.
-        width: of the model.
-        more: further flags of the trainer.
+        kind: Kind of steps; see :func:`measure`.
+        width: Hidden size of the model.
+        flags: Further flags of the trainer.
     """
 
-    def __init__(self, kind: str, width: int, *more: str) -> None:
+    def __init__(self, kind: str, width: int, *flags: str) -> None:
         size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(RANKS[kind])]
-        super().__init__([*GPT, *size, *more])
+        super().__init__([*GPT, *size, *flags])
 
-    def timed(
-        self,
-        work: Callable[[], object],
-        processor_s: Callable[[], float] = time.process_time,
-        steps: int = WINDOW,
-    ) -> tuple[float, float]:
-        """Returns seconds of each of some steps of all ranks, and processor seconds of this one."""
-        import torch.distributed as dist
-
-        group = self._job.control_group
-        dist.barrier(group=group)
-        start, processor = time.perf_counter(), processor_s()
-        work()
-        processor = processor_s() - processor
-        dist.barrier(group=group)
-        return (time.perf_counter() - start) / steps, processor / steps
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"step_s": statistics.median(result["plain_s"])}
 
 
 class TracedRank(_Rank):
-    """One rank whose steps are traced or not.
+    """One rank that traces some of its steps.
 
     Args:
-        folder: for the traces.
+        folder: Folder for the traces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,17 +101,14 @@ class TracedRank(_Rank):
 
     def measure(self, rounds: int) -> dict[str, Any]:
         self._train(False)
-        return self.turns(
-            rounds, lambda kind: self.timed(lambda: self._train(kind), steps=1), "traced"
-        )
+        return self.turns(rounds, lambda is_on: self.timed(lambda: self._train(is_on)), "traced")
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
         from megatron.adaptive.trace.read import read_run
 
         trace = read_run(self._traces)
         spans = sum(sum(b.marker.counts) for t in trace.ranks.values() for b in t.index.blocks)
-        step_s = statistics.median(result["plain_s"])
-        return {"spans": spans / max(1, len(trace.iterations)), "step_s": step_s}
+        return {"spans": spans / max(1, len(trace.iterations)), **super().facts(result)}
 
     def _train(self, is_traced: bool) -> None:
         self._iteration += 1
@@ -126,25 +116,24 @@ class TracedRank(_Rank):
         tracing.begin_iteration(self._iteration, self._microbatches, is_traced=is_traced)
         self.train()
         recorder: Any = tracing.recorder
-        # What the writer has not written would be the next step's.
+        # Otherwise the writer's remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class SavingRank(_Rank):
-    """One rank whose windows begin with a checkpoint or not.
+    """One rank that saves a checkpoint at the beginning of some windows.
 
     Args:
-        folder: for its checkpoints.
+        folder: Folder for the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
-        words = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
-        super().__init__("saving", 128, *words, str(folder))
+        flags = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
+        super().__init__("saving", 128, *flags, str(folder))
         from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
-        run = self._run
-        self._checkpoints = Checkpoints(run)
+        self._checkpoints = Checkpoints(self._run)
         self._folder = folder
         self._waited_s: list[float] = []
 
@@ -152,11 +141,12 @@ class SavingRank(_Rank):
         return {**self.turns(rounds, self._window, "saving"), "waited_s": self._waited_s[1:]}
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        step_s = statistics.median(result["plain_s"])
-        return {"size_bytes": self.size_bytes(self._folder), "step_s": step_s}
+        latest = max(self._folder.glob("iter_*"))
+        size_bytes = sum(file.stat().st_size for file in latest.iterdir())
+        return {"size_bytes": size_bytes, **super().facts(result)}
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
-        """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         from megatron.adaptive.gpt.train_step import gather_parameters
 
         def work() -> None:
@@ -170,11 +160,11 @@ class SavingRank(_Rank):
                 self.train()
             self._checkpoints.saver.finish()
 
-        return self.timed(work)
+        return self.timed(work, steps=WINDOW)
 
 
 class CopyingRank(_Rank):
-    """One rank with its keeper in a process of its own."""
+    """One rank that sends copies of its state, and its keeper in a process of its own."""
 
     def __init__(self, _: Path) -> None:
         super().__init__("copying", 128)
@@ -183,38 +173,34 @@ class CopyingRank(_Rank):
 
         self.notice = ""
         spawn = multiprocessing.get_context("spawn")
-        self._keeper, theirs = spawn.Pipe()
-        spawn.Process(target=keep, args=(theirs,)).start()
-        theirs.close()
+        self._keeper, keeper_end = spawn.Pipe()
+        spawn.Process(target=keep, args=(keeper_end,)).start()
+        keeper_end.close()
         address, port = self._keeper.recv()
         ports = self._job.gather(port)
-        own = self._job.rank
-        other = (own + 1) % RANKS["copying"]
+        other = (self.rank + 1) % RANKS["copying"]
         self._keeper.send({"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]})
         self._keeper.recv()
         settings = SnapshotSettings(
             address=address,
             run="benchmark",
-            node=f"node{own}",
-            domain=f"node{own}",
+            node=f"node{self.rank}",
+            domain=f"node{self.rank}",
             buddy=f"node{other}",
             every=1,
             limit_bytes=None,
         )
         state = RunState(self._run, lambda: self.progress(self._iteration + 1))
-        self._copies = Snapshots(state, self._job, settings, self._note, self._say)
+        warn = partial(print, file=sys.stderr)
+        self._copies = Snapshots(state, self._job, settings, self._note, warn)
 
     def _note(self, text: str) -> None:
         self.notice = text
 
-    @staticmethod
-    def _say(text: str) -> None:
-        print(text, file=sys.stderr)
-
     def measure(self, rounds: int) -> dict[str, Any]:
         return {
             name: self.turns(
-                rounds, lambda kind, each=each: self._window(kind, each=each), "copying"
+                rounds, lambda is_on, each=each: self._window(is_on, each=each), "copying"
             )
             for name, each in (("each", True), ("tenth", False))
         }
@@ -228,7 +214,7 @@ class CopyingRank(_Rank):
         super().close()
 
     def _window(self, is_copying: bool, *, each: bool) -> tuple[float, float]:
-        """Ten steps; returns seconds for each, on the clock and of processors."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         copies = self._copies
 
         def work() -> None:
@@ -240,10 +226,10 @@ class CopyingRank(_Rank):
                 if is_copying and (each or number == WINDOW - 1):
                     copies.settle(self._iteration)
 
-        taken = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s, WINDOW)
         if self.notice.startswith("off"):
             raise RuntimeError(f"copies of the state are {self.notice}")
-        return taken
+        return seconds
 
     def _processor_s(self) -> float:
         self._keeper.send(None)
@@ -251,7 +237,7 @@ class CopyingRank(_Rank):
 
 
 class WatchedRank(_Rank):
-    """One rank with the watch for hangs or without."""
+    """One rank that runs the watch for hangs during some windows."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("watched", 256)
@@ -261,11 +247,8 @@ class WatchedRank(_Rank):
     def measure(self, rounds: int) -> dict[str, Any]:
         return self.turns(rounds, self._window, "watched")
 
-    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        return {"step_s": statistics.median(result["plain_s"])}
-
     def _window(self, is_watched: bool) -> tuple[float, float]:
-        """Some steps; returns seconds for each, on the clock and of processors."""
+        """Takes ten steps; returns elapsed and processor seconds per step."""
         from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
@@ -273,8 +256,8 @@ class WatchedRank(_Rank):
             self._guard = HangGuard(
                 self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
-            own = run.wiring.executor.evidence
-            self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
+            evidence = run.wiring.executor.evidence
+            self._guard.snapshot = lambda: {**run.tracing.now(), **evidence()}
 
         def work() -> None:
             for _ in range(WINDOW):
@@ -283,11 +266,11 @@ class WatchedRank(_Rank):
                 self.train()
                 run.tracing.end_iteration()
 
-        taken = self.timed(work, self._processor_s)
+        seconds = self.timed(work, self._processor_s, WINDOW)
         if is_watched:
             self._guard.close()
             self._guard = None
-        return taken
+        return seconds
 
     def _processor_s(self) -> float:
         watch = None if self._guard is None else self._guard._process
@@ -296,7 +279,10 @@ class WatchedRank(_Rank):
 
 
 def keep(link: Connection) -> None:
-    """Is a keeper for a buddy, if one is named; answers with its processor time."""
+    """Runs a keeper of copies until the link closes.
+
+    Each message names the keeper's buddy, or is ``None``; the answer is its processor time.
+    """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 
     keeper = SnapshotKeeper("127.0.0.1")
@@ -310,6 +296,10 @@ def keep(link: Connection) -> None:
 
 
 if __name__ == "__main__":
-    made = {"traced": TracedRank, "saving": SavingRank, "copying": CopyingRank}
-    made["watched"] = WatchedRank
-    rank_main(lambda folder, kind: made[kind](folder))
+    classes = {
+        "traced": TracedRank,
+        "saving": SavingRank,
+        "copying": CopyingRank,
+        "watched": WatchedRank,
+    }
+    rank_main(lambda folder, kind: classes[kind](folder))

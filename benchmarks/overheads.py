@@ -3,9 +3,9 @@
     python benchmarks/overheads.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``trace``, a traced step; ``watch``, the watch for hangs; ``checkpoint``, a checkpoint every
-ten steps that is written behind training; ``copies``, copies of the state in memory, at every step
-and at one in ten. Steps with and without take turns in one job. Exits with status 1 if a goal is
-missed.
+ten steps that is written while training continues; ``copies``, copies of the state in memory, at
+every step and at one in ten. Steps with and without the feature take turns in one job. Exits with
+status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.report import Result, measure, measured, parser_of  # noqa: E402
+from harness.report import Result, measure, measured, parser_of  # noqa: E402
 
 PARTS = ("trace", "watch", "checkpoint", "copies")
 MOST = {"traced": 0.01, "watched": 0.01, "saving": 0.03, "copying": 0.05}
-"""Most that a step may take longer, as a share of the step without."""
+"""Largest addition to a step, as a share of the step without the feature."""
 
 
-def of_kind(kind: str, what: str, rounds: int) -> Result:
-    """Returns the rows of steps with one of the kinds of :mod:`gpt_turns` and without."""
+def of_kind(kind: str, title: str, rounds: int) -> Result:
+    """Returns the rows of a kind of :mod:`gpt_turns`.
+
+    Args:
+        kind: Kind of steps.
+        title: Name of the feature in the rows.
+        rounds: Number of rounds.
+    """
     result = gpt_turns.measure(kind, rounds)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS[kind]} processes"
     if "spans" in result:
@@ -36,9 +41,9 @@ def of_kind(kind: str, what: str, rounds: int) -> Result:
         note = f"{result['size_bytes'] / 1e6:.1f} MB, {note}"
     rows = [
         measured(
-            f"{what}: longer steps", gpt_turns.costs(result, kind), goal=MOST[kind], note=note
+            f"{title}: longer steps", gpt_turns.costs(result, kind), goal=MOST[kind], note=note
         ),
-        measured(f"{what}: more processor time", gpt_turns.costs(result, kind, "cpu_s")),
+        measured(f"{title}: more processor time", gpt_turns.costs(result, kind, "cpu_s")),
     ]
     return Result(rows=rows, facts={kind: result})
 
@@ -48,16 +53,18 @@ def of_copies(rounds: int) -> Result:
     result = gpt_turns.measure("copying", rounds)
     rows = []
     for name, text in (("tenth", "one step in ten"), ("each", "every step")):
-        what = f"copies in memory, {text}"
+        title = f"copies in memory, {text}"
         goal = MOST["copying"] if name == "tenth" else None
-        longer, more = (gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s"))
-        rows.append(measured(f"{what}: longer steps", longer, goal=goal, note=result["notice"]))
-        rows.append(measured(f"{what}: more processor time", more))
+        elapsed, processor = (
+            gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s")
+        )
+        rows.append(measured(f"{title}: longer steps", elapsed, goal=goal, note=result["notice"]))
+        rows.append(measured(f"{title}: more processor time", processor))
     return Result(rows=rows, facts={"copies": result})
 
 
 def main() -> int:
-    """Measures as the command line says; returns 1 if a goal is missed."""
+    """Measures and prints; returns 1 if a goal is missed."""
     options = parser_of(__doc__, PARTS, "fewer rounds").parse_args()
     quick = options.quick
     saving = "a checkpoint every ten steps"

@@ -1,6 +1,6 @@
-"""Measures the cost of decisions: a simulated action, a pick, the executor's own work.
+"""Measures the cost of a simulated action, of a decision, and of an action of the executor.
 
-Part ``costs`` of ``benchmarks/schedules.py``, in one process: nothing is computed or sent.
+Part ``costs`` of ``benchmarks/schedules.py``, in one process; nothing is computed or sent.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.emulated.ours import IdleStages
-from benchmarks.report import Row
+from harness.report import Row
+from harness.sleeping_ranks import IdleStages
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.catalog import make_policies
@@ -23,14 +23,14 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS, CALLS = 15, 100_000
 MOST_SIMULATED, MOST_PICK, MOST_EXECUTOR = 40.0, 400.0, 1000.0
-"""Most that a simulated action, a pick and an action of the executor cost, in Python calls."""
+"""Largest cost of a simulated action, a pick and an action of the executor, in Python calls."""
 _PROFILE = StageProfile(
     times=StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
 )
 
 
 class _Timed:
-    """A policy that measures its picks."""
+    """A policy that measures the seconds of its picks."""
 
     def __init__(self, policy: Policy) -> None:
         self.name = policy.name
@@ -45,7 +45,7 @@ class _Timed:
 
 
 def measure() -> list[Row]:
-    """Measures the costs, relative to a call of an empty function on this machine."""
+    """Returns the rows of all costs, relative to a call of an empty function on this machine."""
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
@@ -53,12 +53,12 @@ def measure() -> list[Row]:
     times_s["executor's own work per action"] = _median(_executor_s), MOST_EXECUTOR
     return [
         Row(
-            what=f"{what}, over a Python call",
+            what=f"{title}, over a Python call",
             value=seconds / call_s,
             goal=most,
             note=f"{1e6 * seconds:.3g} us over {1e6 * call_s:.3g} us",
         )
-        for what, (seconds, most) in times_s.items()
+        for title, (seconds, most) in times_s.items()
     ]
 
 
@@ -74,12 +74,13 @@ def _call_s() -> float:
     return (time.perf_counter() - start_s) / CALLS
 
 
-def _median(once: Callable[[], float]) -> float:
-    once()
-    return statistics.median(once() for _ in range(ROUNDS))
+def _median(measure_once: Callable[[], float]) -> float:
+    measure_once()
+    return statistics.median(measure_once() for _ in range(ROUNDS))
 
 
 def _simulated_per_s() -> float:
+    """Returns the number of simulated actions per second."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     policies = make_policies("adaptive", placement, MICROBATCHES)
 
@@ -101,7 +102,7 @@ def _simulated_per_s() -> float:
 
 
 def _picks_s(name: str) -> float:
-    """Median time of a pick while all ranks of a pipeline are simulated in plain Python."""
+    """Returns the median seconds of a pick in a simulation of a pipeline in plain Python."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     pieces = 1 if name == "zb-v" else PIECES
     policies = [
@@ -117,7 +118,7 @@ def _picks_s(name: str) -> float:
 
 
 def _executor_s() -> float:
-    """Seconds per action of a whole step of one rank, picks and all."""
+    """Returns the seconds per action of a whole step of one rank, including its picks."""
     placement = Placement(num_ranks=1, num_chunks=2)
     executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(

@@ -2,10 +2,10 @@
 
     python benchmarks/schedules.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
-Parts: ``emulated``, eight processes that exchange real messages and sleep as long as was drawn for
-each action, the same draws for all; ``gpt``, two processes that train a real small GPT; ``costs``,
-the cost of decisions. Exits with status 1 if a goal is missed, or if two schedules of part ``gpt``
-compute different losses or gradients.
+Parts: ``emulated``, eight processes that exchange real messages and sleep for a random time in each
+action, the same times for all schedules; ``gpt``, two processes that train a real small GPT;
+``costs``, the cost of decisions. Exits with status 1 if a goal is missed, or if two schedules of
+part ``gpt`` compute different losses or gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_steps, schedule_costs  # noqa: E402
 from benchmarks.emulated import competitors, table  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
-from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import Result, measure, parser_of  # noqa: E402
+from harness.processes import fork_ranks  # noqa: E402
+from harness.report import Result, measure, parser_of  # noqa: E402
 
 REPETITIONS = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 QUICK_REPETITIONS = {"jitter 0.3": 2, "lengths": 1, "quiet": 1}
@@ -34,7 +33,7 @@ LIMIT_S = 3600.0
 
 
 def emulated(options: argparse.Namespace) -> Result:
-    """Part ``emulated``."""
+    """Part ``emulated``: measures steps of processes that sleep."""
     mean_s = options.chunk_ms / 1e3
     times = Times(forward_s=mean_s, backward_s=mean_s, weight_s=mean_s)
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
@@ -44,27 +43,27 @@ def emulated(options: argparse.Namespace) -> Result:
         for scenario in options.scenarios or repetitions
     ]
     plan = {"competitors": list(names), "times": asdict(times), "seed": options.seed}
-    asked = {**plan, "num_ranks": options.ranks, "cases": cases}
-    records = fork_ranks("benchmarks.emulated.worker", options.ranks, LIMIT_S, asked)
+    worker_plan = {**plan, "num_ranks": options.ranks, "cases": cases}
+    records = fork_ranks("benchmarks.emulated.worker", options.ranks, LIMIT_S, worker_plan)
     shape = {"ranks": options.ranks, "microbatches": options.microbatches}
     steps = table.make_table(records, times=times, seed=options.seed, **shape)
     title = f"{options.ranks} ranks, {options.microbatches} microbatches"
     print(f"### {title}: speed-up over {competitors.BASELINE}\n\n{table.markdown(steps)}")
     print(f"F, B and W of half a rank: {options.chunk_ms:g} ms each; {os.cpu_count()} processors\n")
     if options.chart is not None:
-        table.chart(steps, f"{title}, emulated compute (outlined: policies)", options.chart)
+        table.chart(steps, f"{title}, emulated compute (outlined: rules)", options.chart)
     return Result(rows=table.goals(steps, **shape), facts={"emulated": {**plan, "steps": records}})
 
 
 def gpt(options: argparse.Namespace) -> Result:
-    """Part ``gpt``."""
+    """Part ``gpt``: measures steps of a small GPT."""
     rounds = options.rounds or (6 if options.quick else 60)
     results = {job: gpt_steps.measure(job, rounds) for job in gpt_steps.JOBS}
     return Result(rows=gpt_steps.make_rows(results), facts={"gpt": results})
 
 
 def costs(_: argparse.Namespace) -> Result:
-    """Part ``costs``."""
+    """Part ``costs``: measures the cost of decisions."""
     return Result(rows=schedule_costs.measure())
 
 
@@ -75,13 +74,20 @@ def main() -> int:
     """Measures and prints; returns 1 if a goal is missed."""
     parser = parser_of(__doc__, tuple(PARTS), "fewer cases and competitors, within three minutes")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups as PNG")
-    parser.add_argument("--rounds", type=int, help="turns of part gpt")
+    parser.add_argument("--rounds", type=int, help="number of rounds of part gpt")
     group = parser.add_argument_group("part emulated")
     group.add_argument("--seed", type=int, default=1, help="seed of all draws (1)")
-    group.add_argument("--chunk-ms", type=float, default=8.0, help="mean of half a rank's F (8)")
+    group.add_argument(
+        "--chunk-ms",
+        type=float,
+        default=8.0,
+        help="mean time of F, of B and of W of half a rank (8)",
+    )
     group.add_argument("--repetitions", type=int, help="steps of each competitor in each case")
     group.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
-    group.add_argument("--microbatches", type=int, default=32, help="of a step (32)")
+    group.add_argument(
+        "--microbatches", type=int, default=32, help="number of microbatches of a step (32)"
+    )
     group.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS))
     group.add_argument("--competitors", nargs="+", choices=tuple(competitors.COMPETITORS))
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Compares transports between two processes with memory itself, gloo, MPI and UCX, in one run.
+"""Compares transports between two processes with a memcpy, gloo, MPI and UCX, in one run.
 
     python benchmarks/transport.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
-Parts: ``messages``, bandwidth of tensors whose memory is cold, and half a round trip of a small
-one; ``1f1b``, the time that messages add to a pipeline that computes; ``ranks``, a small GPT on
+Parts: ``messages``, bandwidth of tensors that are in no cache, and half a round trip of a small
+tensor; ``1f1b``, the time that messages add to a pipeline that computes; ``ranks``, a small GPT on
 more ranks than processors. Every number is the median of at least five repetitions. Goals are
 ratios to limits of the same machine in the same run: a memcpy, and a wake of a sleeping thread. MPI
-and UCX take part where they are installed (``bash prerequisite.sh --benchmarks``). RDMA is compared
-by ``python -m tests.labs.rdma_speed``. Exits with status 1 if a goal is missed.
+and UCX take part if they are installed (``bash prerequisite.sh --benchmarks``). RDMA has a program
+of its own, ``python -m tests.labs.rdma_speed``. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_steps  # noqa: E402
 from benchmarks.channels.copies import Copies, NoCompilerError, build  # noqa: E402
-from benchmarks.ranks import environment, fork_ranks  # noqa: E402
-from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
+from harness.processes import environment, fork_ranks  # noqa: E402
+from harness.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -41,17 +40,18 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Most that a small message takes, in wakes of a sleeping thread."""
+"""Largest time of a small message, in wakes of a sleeping thread."""
 MOST_COPIES = 4.0
-"""Most that messages add to a microbatch, in copies of a message."""
+"""Largest time that messages add to a microbatch, in copies of a message."""
 MOST_OVER_GLOO = 1.02
-"""Most that a step of more ranks than processors takes over gloo's."""
+"""Largest time of a step of more ranks than processors, over gloo's."""
 MICROBATCHES = 32
+STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
-# `any`: by itself Open MPI takes UCX only where there is an RDMA device.
+# Without `any` Open MPI takes UCX only if there is an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
-"""Open MPI's ways through shared memory, by the options that choose them."""
+"""Options that make Open MPI use shared memory, its own or UCX's."""
 
 Samples = Mapping[str, Sequence[float]]
 
@@ -85,28 +85,34 @@ def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
 
 
 def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Part ``messages``."""
+    """Part ``messages``: compares streams and round trips.
+
+    Args:
+        options: Command line.
+        library: Path of the compiled copies.
+        cpus: Processors of the two processes.
+    """
     plan = {
         "sizes": SIZES,
         "repetitions": options.repetitions,
         "cpus": list(cpus),
         "copies": str(library),
     }
-    ours: Samples = fork_ranks("benchmarks.channels.pair", 2, LIMIT_S, plan)
+    samples: Samples = fork_ranks("benchmarks.channels.pair", 2, LIMIT_S, plan)
     peers, reason = measure_mpi(plan)
-    print(bandwidths({"": ours, **peers}))
+    print(bandwidths({"": samples, **peers}))
     if options.chart is not None:
-        draw(ours, options.chart)
-    rows = [*_of_memcpy(ours), *_over_peers(ours, peers, reason), *_pings(ours, peers)]
+        draw(samples, options.chart)
+    rows = [*_of_memcpy(samples), *_over_peers(samples, peers, reason), *_pings(samples, peers)]
     copies = Copies(library)
     wake_s = copies.wake_s(*cpus)
-    half_s = statistics.median(ours["shm ping"])
+    half_s = statistics.median(samples["shm ping"])
     note = f"{1e6 * half_s:.3g} us over {1e6 * wake_s:.3g} us"
-    what = "shm, 1 KiB: half a round trip over a wake of a sleeping thread"
-    rows.append(Row(what=what, value=half_s / wake_s, goal=MOST_OF_WAKE, note=note))
-    what = "cache line from one processor to the other"
-    rows.append(Row(what=what, value=1e9 * copies.cache_line_s(*cpus), unit="ns"))
-    return Result(rows=rows, facts={"samples": {"torch": ours, **peers}})
+    title = "shm, 1 KiB: half a round trip over a wake of a sleeping thread"
+    rows.append(Row(what=title, value=half_s / wake_s, goal=MOST_OF_WAKE, note=note))
+    title = "cache line from one processor to the other"
+    rows.append(Row(what=title, value=1e9 * copies.cache_line_s(*cpus), unit="ns"))
+    return Result(rows=rows, facts={"samples": {"torch": samples, **peers}})
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
@@ -115,45 +121,45 @@ def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
     return min(kinds, key=statistics.median)
 
 
-def _of_memcpy(ours: Samples) -> list[Row]:
+def _of_memcpy(samples: Samples) -> list[Row]:
     return [
         measured(
             f"shm, {size_text(nbytes)}: speed of the faster memcpy",
-            ratios(_memcpy(ours, nbytes), ours[f"shm {nbytes}"]),
+            ratios(_memcpy(samples, nbytes), samples[f"shm {nbytes}"]),
             goal=LEAST_OF_MEMCPY,
             least=True,
-            note=f"{1e3 * statistics.median(ours[f'shm {nbytes}']):.3g} ms",
+            note=f"{1e3 * statistics.median(samples[f'shm {nbytes}']):.3g} ms",
         )
         for nbytes in (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
     ]
 
 
-def _over_peers(ours: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns the rows of other libraries, as ratios of their time to that of our transport."""
+def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
+    """Returns the rows of other libraries, as ratios of their time to that of this project's."""
     rows = []
     for nbytes in COMPARED:
-        shm, size = ours[f"shm {nbytes}"], size_text(nbytes)
-        over = ratios(ours[f"gloo {nbytes}"], shm)
+        shm, size = own_samples[f"shm {nbytes}"], size_text(nbytes)
+        over = ratios(own_samples[f"gloo {nbytes}"], shm)
         rows.append(measured(f"shm over gloo, {size}", over, goal=1.0, least=True))
-        what = f"shm over the best of MPI and UCX, {size}"
+        title = f"shm over the best of MPI and UCX, {size}"
         if not peers:
-            rows.append(missing(what, reason, goal=1.0, least=True))
+            rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # They ran one after the other: each is relative to the copies of its own process.
+        # Each library ran in processes of its own, so it is compared with their copies.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
             for name, samples in peers.items()
         }
         best = min(speed, key=lambda name: speed[name])
-        of_memcpy = statistics.median(shm) / statistics.median(_memcpy(ours, nbytes))
+        of_memcpy = statistics.median(shm) / statistics.median(_memcpy(own_samples, nbytes))
         value = speed[best] / of_memcpy
-        rows.append(Row(what=what, value=value, goal=1.0, least=True, note=best))
+        rows.append(Row(what=title, value=value, goal=1.0, least=True, note=best))
     return rows
 
 
-def _pings(ours: Samples, peers: Mapping[str, Samples]) -> list[Row]:
-    series = {name: ours[f"{name} ping"] for name in ("shm", "tcp", "gloo")}
+def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
+    series = {name: own_samples[f"{name} ping"] for name in ("shm", "tcp", "gloo")}
     series |= {name: samples[f"{name} ping"] for name, samples in peers.items()}
     return [
         measured(f"{name}, 1 KiB: half a round trip", [1e6 * s for s in seconds], unit="us")
@@ -162,7 +168,13 @@ def _pings(ours: Samples, peers: Mapping[str, Samples]) -> list[Row]:
 
 
 def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Part ``1f1b``: the rows are milliseconds, the goal counts copies of a message."""
+    """Part ``1f1b``: measures the time that messages add to a microbatch.
+
+    Args:
+        options: Command line.
+        library: Path of the compiled copies.
+        cpus: Processors of the two ranks.
+    """
     plan = {
         "nbytes": MIB,
         "microbatches": MICROBATCHES,
@@ -175,29 +187,27 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
     added_s = {}
     for name in ("shm", "tcp", "gloo"):
         added_s[name] = (statistics.median(steps_s[name]) - ideal_s) / MICROBATCHES
-        what = f"{name}: added to a microbatch of 1F1B, 1 MiB each way"
+        title = f"{name}: added to a microbatch of 1F1B, 1 MiB each way"
         note = f"{1e3 * ideal_s / (MICROBATCHES + 1):.3g} ms of compute per microbatch"
-        rows.append(Row(what=what, value=1e3 * added_s[name], unit="ms", note=note))
+        rows.append(Row(what=title, value=1e3 * added_s[name], unit="ms", note=note))
     copy_s = Copies(library).copy_s(MIB)
-    what = "shm: the same in copies of 1 MiB"
+    title = "shm: the same in copies of 1 MiB"
     note = f"a copy takes {1e3 * copy_s:.3g} ms"
-    rows.append(Row(what=what, value=added_s["shm"] / copy_s, goal=MOST_COPIES, note=note))
+    rows.append(Row(what=title, value=added_s["shm"] / copy_s, goal=MOST_COPIES, note=note))
     return Result(rows=rows, facts={"1f1b": steps_s})
 
 
 def more_ranks(options: argparse.Namespace) -> Result:
-    """Part ``ranks``."""
+    """Part ``ranks``: measures steps of more ranks than processors."""
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
-    what = f"{count} ranks of a small GPT: step time, shm over gloo"
+    title = f"{count} ranks of a small GPT: step time, shm over gloo"
     note = f"{processors} processors; gloo {1e3 * statistics.median(times['gloo']):.4g} ms"
-    over = ratios(times["shm"], times["gloo"])
-    rows = [
-        measured(what, over, goal=MOST_OVER_GLOO, note=note),
-        measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"])),
-    ]
-    return Result(rows=rows)
+    quotients = ratios(times["shm"], times["gloo"])
+    shm = measured(title, quotients, goal=MOST_OVER_GLOO, note=note)
+    tcp = measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"]))
+    return Result(rows=[shm, tcp])
 
 
 def size_text(nbytes: int) -> str:
@@ -207,12 +217,11 @@ def size_text(nbytes: int) -> str:
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
     """Returns bandwidths in GB/s as Markdown: a line per link, a column per size."""
-    names = ["memcpy plain", "memcpy streaming", "shm", "tcp", "gloo"]
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
         f"|---|{'---|' * len(SIZES)}",
     ]
-    for name in [*names, *(peer for peer in series if peer)]:
+    for name in [*STREAMS, *(peer for peer in series if peer)]:
         samples = series[name if name in series else ""]
         cells = [f"{n / statistics.median(samples[f'{name} {n}']) / 1e9:.3g}" for n in SIZES]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -227,7 +236,7 @@ def draw(samples: Samples, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
-    for name in ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo"):
+    for name in STREAMS:
         speeds = [n / statistics.median(samples[f"{name} {n}"]) / 1e9 for n in SIZES]
         style = "--" if name.startswith("memcpy") else "-"
         axes.plot(SIZES, speeds, marker="o", markersize=4, linestyle=style, label=name)
@@ -246,7 +255,9 @@ def main() -> int:
     """Measures and prints; returns 1 if a goal is missed, 2 if nothing can be measured."""
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")
-    parser.add_argument("--repetitions", type=int, help="of each measurement, at least 5")
+    parser.add_argument(
+        "--repetitions", type=int, help="number of repetitions of each measurement, at least 5"
+    )
     options = parser.parse_args()
     options.repetitions = max(5, options.repetitions or (5 if options.quick else 9))
     if extension.load() is None:

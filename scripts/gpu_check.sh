@@ -4,7 +4,7 @@
 #
 #   scripts/gpu_check.sh [--minutes 10] [--parts NAME ...] [--output FOLDER] [--pack FOLDER] [--rehearse]
 #
-# --rehearse runs the same without a GPU. docs/benchmarks.md says what the parts are.
+# --rehearse runs the same without a GPU. docs/gpu_check.md says what the parts are.
 # Without a network: carry the folder that scripts/gpu_pack.sh makes, and name it with --pack. What
 # cannot be had is left out by name.
 set -euo pipefail
@@ -78,4 +78,4 @@ if [[ ${1:-} == --set-up ]]; then
   exit
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$(command -v python3)" -m benchmarks.gpu_check "$@"
+exec "$(command -v python3)" -m gpu_check "$@"

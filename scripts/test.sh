@@ -39,7 +39,7 @@ done
 # The code that runs beside a GPU: trainer, transports, staging, plug-in, extension.
 beside_gpus=(
   tests/{training,gpt,engine,transport,plugin,checkpoint,data,gpu}
-  tests/test_*.py benchmarks/tests/test_gpu_*.py tests/multiprocess/test_equivalence.py
+  tests/test_*.py tests/multiprocess/test_equivalence.py
 )
 # What depends on the releases of Python, torch and megatron-core.
 core=(

@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.ranks import train
-from tests.support.report import Result, Row, measured, ratios
+from harness.processes import train
+from harness.report import Result, Row, measured, ratios
 
 WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness.processes import fork_ranks
+from harness.report import Row, measured, ratios
+from harness.sleeping_ranks import DTYPE, WIDTH, Channels, IdleStages, sharpen_timers
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
@@ -29,9 +32,6 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 from megatron.adaptive.transport.interface import CompletionQueue, Completions, Label
 from tests.engine import groups
 from tests.engine.loopback import Loopback, arrival
-from tests.support.ranks import fork_ranks
-from tests.support.report import Row, measured, ratios
-from tests.support.sleeping_ranks import DTYPE, WIDTH, Channels, IdleStages, sharpen_timers
 
 REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.report import Result, Row, measure, parser_of  # noqa: E402
 from studies.planning import fasop, large, measured, memory, own_runs  # noqa: E402
-from tests.support.report import Result, Row, measure, parser_of  # noqa: E402
 from tests.support.small_clusters import better, brute_force, random_problem, solve  # noqa: E402
 
 PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "experts")

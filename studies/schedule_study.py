@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.report import Row
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.choose_partition import (
     Loads,
@@ -45,7 +46,6 @@ from megatron.adaptive.schedule.workload import (
     Workload,
     draw,
 )
-from tests.support.report import Row
 
 RANKS, PER_RANK = (4, 8, 16, 32), (1, 2, 4, 8)
 WORK: dict[str, dict[str, float]] = {

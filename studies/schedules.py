@@ -18,6 +18,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from harness.report import Result, Row, measure, measured, missing, parser_of, ratios
 from megatron.adaptive.schedule.catalog import DEFAULT_PIECES
 from megatron.adaptive.trace.imports.published import ENDINGS
 from megatron.adaptive.trace.locate import load_run
@@ -25,7 +26,6 @@ from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operati
 from megatron.adaptive.trace.whatif.replay import recorded_times
 from studies import experts, schedule_study
 from studies.dealing import dealing
-from tests.support.report import Result, Row, measure, measured, missing, parser_of, ratios
 
 
 def study(_: argparse.Namespace) -> Result:

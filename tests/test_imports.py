@@ -23,15 +23,17 @@ WITHOUT_TORCH = [
     "megatron.adaptive.trace",
 ]
 
-# Folders of a checkout, and those that their files must not import from.
+# Folders of a checkout, and the folders that their files must not import from.
 FORBIDDEN = {
-    "megatron": ("benchmarks", "studies", "tests"),
-    "benchmarks": ("studies", "tests"),
+    "megatron": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
+    "harness": ("benchmarks", "gpu_check", "studies", "tests"),
+    "benchmarks": ("gpu_check", "studies", "tests"),
+    "gpu_check": ("benchmarks", "studies", "tests"),
     "tests": ("benchmarks", "studies"),
-    "studies": ("benchmarks",),
-    "tools": ("benchmarks", "studies"),
-    "scripts": ("benchmarks", "studies", "tests"),
-    "examples": ("benchmarks", "studies", "tests"),
+    "studies": ("benchmarks", "gpu_check"),
+    "tools": ("benchmarks", "gpu_check", "studies"),
+    "scripts": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
+    "examples": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
 }
 
 # Imports every module below a package (or one module) with torch and megatron-core out of reach;
@@ -115,7 +117,8 @@ def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
     for script in ("pretrain_gpt.py", "examples/gpt/pretrain_gpt_distributed_small.sh"):
         assert f"share/megatron-adaptive/{script}" in names
     assert "megatron/adaptive/py.typed" in names
-    assert not any(name.startswith(("tests", "benchmarks", "studies", "csrc")) for name in names)
+    outside = ("benchmarks", "csrc", "gpu_check", "harness", "studies", "tests")
+    assert not any(name.startswith(outside) for name in names)
     site = tmp_path / "site"
     install = [
         *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site),
@@ -141,7 +144,7 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
-    """Users take benchmarks without tests; nothing leans on benchmarks and studies."""
+    """Users take benchmarks without tests; nothing depends on benchmarks or studies."""
     wrong = [
         f"{path.relative_to(ROOT)}: imports {name}"
         for path in (ROOT / folder).rglob("*.py")

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 FOLDERS = {path.name for path in (ROOT / "megatron/adaptive").iterdir() if path.is_dir()}
-TOP = ("benchmarks", "csrc", "docs", "examples", "scripts", "tests", "tools", "studies")
+TOP = (
+    *("benchmarks", "csrc", "docs", "examples", "gpu_check", "harness"),
+    *("scripts", "studies", "tests", "tools"),
+)
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 USE_PAGE_LINES = 150

@@ -1,6 +1,6 @@
-/* Limits of the machine that transports are compared with: copies of one process, and the way of a
- * cache line or of a wake between two processors. Compiled when a run begins, see copies.py; called
- * through ctypes, which leaves the GIL. */
+/* Limits of the machine with which transports are compared: copies within one process, and the time
+ * in which a cache line or a wake goes from one processor to another. copies.py compiles this file
+ * when a run begins; ctypes calls it and releases the GIL. */
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
@@ -39,8 +39,8 @@ STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
 #endif
 
-/* A copy that leaves `to` out of the caches, 256 bytes at a time; a plain one where there are no
- * such stores. */
+/* Copies with stores that bypass the caches, 256 bytes at a time; on processors without such stores
+ * it is a plain copy. */
 void copy_streaming(void *to, const void *from, size_t size) {
 #if defined(__x86_64__)
   const size_t whole = ((uintptr_t)to % 64) ? 0 : size / 256 * 256;

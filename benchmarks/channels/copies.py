@@ -1,4 +1,4 @@
-"""The compiled part: ``copies.c``, built with the system's compiler when a run begins."""
+"""Functions of ``copies.c``, which is compiled with the system's compiler when a run begins."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
 class NoCompilerError(Exception):
-    """There is no compiler here, or it failed; the text says which."""
+    """There is no C compiler, or it failed."""
 
 
 def build(folder: Path) -> Path:
-    """Compiles ``copies.c`` into ``folder``; returns the library.
+    """Compiles ``copies.c`` into a folder; returns the path of the library.
 
     Raises:
-        NoCompilerError: that is not possible here.
+        NoCompilerError: There is no compiler, or it failed.
     """
     names = os.environ.get("CC", "").split()[:1] or COMPILERS
     compiler = next((path for name in names if (path := shutil.which(name))), None)
@@ -43,27 +43,31 @@ def build(folder: Path) -> Path:
 
 
 class Copies:
-    """What ``copies.c`` offers, by address and size.
+    """Functions of the compiled library.
 
     Args:
-        library: of :func:`build`.
+        library: Path that :func:`build` returned.
+
+    Attributes:
+        plain: Copies a number of bytes from one address to another with memcpy.
+        streaming: Copies them with stores that bypass the caches.
     """
 
     def __init__(self, library: Path | str) -> None:
-        found = ctypes.CDLL(str(library))
+        functions = ctypes.CDLL(str(library))
         address, size = ctypes.c_void_p, ctypes.c_size_t
-        self.plain = found.copy_plain
-        self.streaming = found.copy_streaming
+        self.plain = functions.copy_plain
+        self.streaming = functions.copy_streaming
         self.plain.argtypes = self.streaming.argtypes = [address, address, size]
         self.plain.restype = self.streaming.restype = None
-        self._round_trip_ns = found.round_trip_ns
+        self._round_trip_ns = functions.round_trip_ns
         self._round_trip_ns.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint32, ctypes.c_int]
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
         """Returns the seconds that a cache line takes from one processor to another.
 
-        It is the least of short attempts, because other programs only make it longer.
+        The shortest of many attempts counts, because other programs can only add to it.
         """
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
@@ -73,7 +77,7 @@ class Copies:
         return float(statistics.median(samples)) / 2e9
 
     def copy_s(self, nbytes: int) -> float:
-        """Returns the seconds of a plain copy, all memory cold."""
+        """Returns the seconds of a plain copy of memory that is in no cache."""
         count = max(8, (128 << 20) // nbytes)
         buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
         start_s = time.perf_counter()

@@ -1,19 +1,20 @@
-"""Links between two processes: our transports, gloo, and an MPI library, behind one interface."""
+"""Links between two processes over gloo and MPI, with the interface that all links have.
+
+``harness.transport_link`` has those of this project's transports.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 WINDOW = 4
-"""Messages that gloo or MPI has under way: more made none of them faster."""
-LIMIT_S = 60.0
+"""Number of messages that gloo or MPI has under way; larger numbers made neither faster."""
 
 
 class Link(Protocol):
-    """One transport between two processes, in both directions."""
+    """A way of messages between two processes, in both directions."""
 
     def expect(self, nbytes: int, count: int) -> None:
         """Announces the messages that will be received."""
@@ -22,20 +23,20 @@ class Link(Protocol):
         """Starts sending; may wait for older messages."""
 
     def settle(self) -> None:
-        """Waits until no payload that was sent is needed here any more."""
+        """Waits until the memory of all sent payloads may be reused."""
 
     def receive(self) -> Any:
-        """Waits for the next message, which belongs to the caller until the next call."""
+        """Waits for the next message; its memory is valid until the next call."""
 
     def close(self) -> None:
         """Ends the link; collective."""
 
 
 class Posted:
-    """A link that fills buffers given beforehand: gloo or MPI.
+    """A link that receives into buffers that were posted before: gloo or MPI.
 
     Args:
-        make_buffer: Function that makes a payload of so many bytes.
+        make_buffer: Function that makes a payload of a number of bytes.
         start_send: Function that starts to send a payload, and returns a request.
         start_receive: Function that starts to receive into a buffer, and returns a request.
         wait: Function that waits for a request.
@@ -121,83 +122,3 @@ def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
         lambda buffer: group.recv([buffer], peer, 0),
         lambda request: request.wait(),
     )
-
-
-class TransportLink:
-    """One of our transports, as an executor would get it. Collective to make.
-
-    Args:
-        name: ``shm``, ``tcp`` or ``gloo``.
-        rank: Number of this process, 0 or 1.
-        slot_bytes: Size of a slot, which holds a message whole.
-        slots: Number of slots.
-        fixed: Whether all messages are as large as a slot, which gloo gains from.
-
-    Attributes:
-        transport: The transport.
-    """
-
-    def __init__(
-        self, name: str, rank: int, *, slot_bytes: int, slots: int, fixed: bool = False
-    ) -> None:
-        import torch
-
-        from megatron.adaptive.accelerator import Accelerator
-        from megatron.adaptive.config.parallel import TransportConfig
-        from megatron.adaptive.schedule.action import Action, ActionKind
-        from megatron.adaptive.transport.connect import Connector, own_endpoint
-        from megatron.adaptive.transport.interface import Label
-        from megatron.adaptive.transport.kind import Payloads
-        from megatron.adaptive.transport.liveness import here
-
-        settings = TransportConfig(
-            transport=name, transport_slot_bytes=slot_bytes, transport_slots=slots
-        )
-        device = torch.device("cpu")
-        endpoint = own_endpoint(
-            rank, here(rank), device=device, own_gpu=False, options=settings, address="127.0.0.1"
-        )
-        shape = (slot_bytes // 4,) if fixed else None
-        made = Connector(
-            members=[0, 1],
-            gather=_gather,
-            accelerator=Accelerator(device=device, backend="gloo", name="CPU"),
-            payloads=Payloads(shape=shape, dtype=torch.float32),
-            describe=lambda rank: f"rank {rank}",
-            timeout_s=LIMIT_S,
-        ).connect(endpoint, [1 - rank], settings)
-        assert made is not None
-        self.transport = made
-        self._peer = 1 - rank
-        self._label = Label(0, Action(ActionKind.F, 0, 0))
-
-    def expect(self, nbytes: int, count: int) -> None:
-        """Does nothing: messages come unasked."""
-
-    def send(self, payload: Any) -> None:
-        """Starts sending; see :class:`Link`."""
-        self.transport.send(self._peer, self._label, payload)
-
-    def settle(self) -> None:
-        """Waits for all sends; see :class:`Link`."""
-        self.transport.flush(LIMIT_S)
-
-    def receive(self) -> Any:
-        """Waits for the next message; see :class:`Link`."""
-        arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
-        if arrival is None:
-            raise TimeoutError(f"nothing arrived within {LIMIT_S:g} s")
-        return arrival.take()
-
-    def close(self) -> None:
-        """Ends the transport; collective."""
-        self.transport.close()
-
-
-def _gather(value: Any) -> list[Any]:
-    """Returns the values of both processes."""
-    import torch.distributed as dist
-
-    values: list[Any] = [None, None]
-    dist.all_gather_object(values, value)
-    return values

@@ -1,7 +1,7 @@
-"""Measures links in two processes, each on a processor of its own, in turns with copies.
+"""Measures links between two processes, each on a processor of its own, in turns with copies.
 
-The first process sends and keeps the times. ``run_rank`` is a process with torch, over gloo and our
-transports; as a program, started by ``mpiexec``, this is a process with an MPI library.
+The first process sends and measures. ``run_rank`` is a process with torch, for gloo and this
+project's transports. As a program, started by ``mpiexec``, this is a process of an MPI library.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from .copies import Copies
-from .links import Link, TransportLink, open_gloo, open_mpi
+from .links import Link, open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Memory of the payloads of a size: more than the caches hold."""
+"""Memory of all payloads of a size, more than the caches hold."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8
 _CHANNEL_BYTES = 256 << 20
 _LEAST_MESSAGES = 16
-"""Least messages of a stream: in fewer, the first and the last weigh too much."""
+"""Least number of messages of a stream; with fewer, its begin and end would count too much."""
 COPIES = ("plain", "streaming")
 
 
@@ -34,7 +34,7 @@ class Process:
 
     Args:
         rank: Number of the process; the first sends.
-        make_buffer: Function that makes a payload of so many bytes.
+        make_buffer: Function that makes a payload of a number of bytes.
         address: Function that returns the address of a payload.
         plan: Sizes, repetitions, processors, and the path of the compiled copies.
     """
@@ -80,7 +80,7 @@ class Process:
         return self.samples
 
     def _keep(self, name: str, repetition: int, seconds: float) -> None:
-        if repetition >= 0:  # the first one touches memory and connects
+        if repetition >= 0:  # the repetition before touches memory and connects
             self.samples[name].append(seconds)
 
     @staticmethod
@@ -89,7 +89,7 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the seconds of a copy within this process, all memory cold."""
+        """Returns the seconds of a copy within this process, of memory that is in no cache."""
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))
@@ -101,7 +101,7 @@ class Process:
         return (time.perf_counter() - start_s) / len(addresses)
 
     def _stream(self, link: Link, sources: Sequence[Any]) -> float:
-        """Returns the seconds per message of a one-way stream of cold payloads."""
+        """Returns the seconds per message of a one-way stream of payloads that are in no cache."""
         messages = max(_LEAST_MESSAGES, len(sources))
         if self._rank:
             link.expect(sources[0].nbytes, messages)
@@ -141,13 +141,15 @@ class Process:
 
 
 def slots_of(nbytes: int) -> dict[str, int]:
-    """Returns size and number of slots that hold a message of a size whole."""
+    """Returns size and number of slots of which each holds a whole message."""
     return {"slot_bytes": max(4096, nbytes), "slots": max(2, min(8, _CHANNEL_BYTES // nbytes))}
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Is a process with torch; returns its samples."""
+    """Measures in a process with torch; returns its samples."""
     import torch
+
+    from harness.transport_link import TransportLink
 
     os.sched_setaffinity(0, {plan["cpus"][rank]})
 
@@ -165,7 +167,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Is a process of an MPI library; the first one writes its samples into a file."""
+    """Measures in a process of an MPI library; the first process writes its samples to a file."""
     import numpy
     from mpi4py import MPI
 

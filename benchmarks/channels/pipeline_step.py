@@ -1,9 +1,9 @@
-"""What messages add to a 1F1B step of two ranks that compute.
+"""Time that messages add to a 1F1B step of two ranks that compute.
 
-The executor of this package runs the step; its chunks multiply matrices for a few milliseconds,
-read what they received and write what they send, all of it real work. In the step *alone* each rank
-works for itself: its inputs are there at once, from its own memory. The step of the pipeline would
-take as long, and one microbatch more for filling and draining, if messages took no time::
+The executor of this project runs the step. Its chunks multiply matrices for a few milliseconds,
+read the received tensor and write the tensor to send. In the step *alone* each rank works by
+itself: its inputs are in its own memory at once. If messages took no time, the step of the pipeline
+would take as long, plus one microbatch for filling and draining::
 
     rank 0   F0 F1 B0 F2 B1 F3 B2 ...      alone: m (F + B)
     rank 1      F0 B0 F1 B1 F2 B2 ...      ideal: (m + 1) (F + B), of the slower rank
@@ -19,15 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated.ours import IdleStages
+from harness.sleeping_ranks import IdleStages
+from harness.transport_link import LIMIT_S, TransportLink
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
-
-from .links import LIMIT_S, TransportLink
 
 PLACEMENT = Placement(num_ranks=2, num_chunks=1)
 TRANSPORTS = ("shm", "tcp", "gloo")
@@ -40,9 +39,9 @@ class WorkingStages(IdleStages):
     """A chunk that computes.
 
     Args:
-        rank: 0, the first stage, or 1, the last.
-        nbytes: size of activation and gradient.
-        products: products of two matrices in each forward and each backward.
+        rank: Number of the rank: 0 is the first stage, 1 the last.
+        nbytes: Size of activation and gradient, in bytes.
+        products: Number of matrix products in each forward and each backward.
     """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
@@ -54,13 +53,13 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Reads the activation, computes, and writes one."""
+        """Computes, reads the received activation and writes one."""
         return self._work(received)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The same for the gradient."""
+        """Computes, reads the received gradient and writes one."""
         result = self._work(gradient)
         return result if self._rank else None
 
@@ -71,11 +70,11 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """Every input is there as soon as it can be needed, from memory of this process.
+    """A transport of one process: every input is there as soon as it can be needed.
 
     Args:
-        rank: 0 or 1.
-        nbytes: size of the inputs.
+        rank: Number of the rank, 0 or 1.
+        nbytes: Size of the inputs, in bytes.
     """
 
     name = "none"
@@ -83,16 +82,16 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # In turns: an activation is not in the cache any more when its backward comes.
+        # With four in turns an activation has left the cache when its backward begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Sends the inputs that the last stage waits for."""
+        """Delivers all activations of a step to the last stage."""
         for microbatch in range(microbatches if self._rank else 0):
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """An activation of the first stage brings its gradient; others go nowhere."""
+        """Delivers the gradient of an activation of the first stage at once; drops gradients."""
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 
@@ -102,23 +101,34 @@ class InstantTransport:
 
 
 class Pipeline:
-    """The executors of one rank, by the transport that they use."""
+    """The executors of one rank, one for each transport.
+
+    Args:
+        rank: Number of the rank, 0 or 1.
+        nbytes: Size of a message, in bytes.
+        products: Number of matrix products in each forward and each backward.
+    """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
         self._rank = rank
         self._stages = WorkingStages(rank, nbytes, products)
         self._alone = InstantTransport(rank, nbytes)
-        self._executors: dict[str, tuple[Any, Executor]] = {}
+        self._executors: dict[str, Executor] = {}
 
     def step_s(self, name: str, transport: Any, microbatches: int) -> float:
-        """Seconds of a step of this rank, from a moment that both ranks have agreed on."""
+        """Returns the seconds of a step of this rank, from a moment that both ranks agree on.
+
+        Args:
+            name: Name of the transport.
+            transport: The transport, ``None`` for the step alone.
+            microbatches: Number of microbatches.
+        """
         transport = transport or self._alone
-        known, executor = self._executors.get(name, (None, None))
-        if executor is None or known is not transport:
-            executor = Executor(
+        if name not in self._executors:
+            self._executors[name] = Executor(
                 placement=PLACEMENT, pp_rank=self._rank, transport=transport, timeout_s=LIMIT_S
             )
-            self._executors[name] = transport, executor
+        executor = self._executors[name]
         state = RankState(placement=PLACEMENT, rank=self._rank, num_microbatches=microbatches)
         policy = make_policies("1f1b", PLACEMENT, microbatches)[self._rank]
         if transport is self._alone:
@@ -137,11 +147,12 @@ class Pipeline:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Is one rank; returns the seconds of each step of the slower rank, by transport.
+    """Runs one rank; returns the seconds of each step of the slower rank, by transport.
 
     Args:
         rank: Number of the rank.
-        plan: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and ``cpus`` of the ranks.
+        plan: Sizes of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and the
+            processors of the ranks (``cpus``).
     """
     os.sched_setaffinity(0, {plan["cpus"][rank]})
     torch.set_num_threads(1)
@@ -155,12 +166,12 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
     for repetition in range(-1, plan["repetitions"]):
         for name, seconds in samples.items():
             transport = links[name].transport if name in links else None
-            taken = torch.tensor(
+            step_s = torch.tensor(
                 [pipeline.step_s(name, transport, plan["microbatches"])], dtype=torch.float64
             )
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            dist.all_reduce(step_s, op=dist.ReduceOp.MAX)
             if repetition >= 0:
-                seconds.append(taken.item())
+                seconds.append(step_s.item())
     for link in links.values():
         link.close()
     return samples

@@ -1,5 +1,5 @@
 """Pipeline schedules with emulated compute: real processes and messages, actions that sleep.
 
-Every competitor runs the same stages with the same drawn durations, so that what differs between
-two rows of the table is the order of work and the runtime that keeps it.
+All competitors run the same stages with the same drawn durations, so that two rows of the table
+differ only in the order of work and in the runtime.
 """

@@ -1,4 +1,4 @@
-"""Who takes part: a schedule or policy, the runtime that runs it, and the memory it may use."""
+"""Competitors: a schedule or run-time rule, the runtime that runs it, and its limit of memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ class Competitor:
     """One row of the table.
 
     Attributes:
-        name: heading of the row.
-        engine: ``megatron`` for megatron-core's own runtime, ``torch`` for that of
-            ``torch.distributed.pipelining``, ``ours`` for the executor of this package,
-            ``plug-in`` for a step of Megatron-LM's that the plug-in runs.
-        schedule: name of the schedule in its engine.
-        num_chunks: chunks per rank, 1 or 2.
-        kind: placement of the stages.
-        weight_pieces: actions that a backward by weights is cut into; 0 for whole backwards.
-        cap: most activations of a rank, in microbatches of a whole rank per pipeline rank; ``None``
-            for the schedule's own. Only our policies look at it.
-        is_policy: whether the order is decided at run time.
+        name: Title of the row.
+        engine: Runtime: ``megatron`` for megatron-core, ``torch`` for
+            ``torch.distributed.pipelining``, ``ours`` for the executor of this project, ``plug-in``
+            for a step of Megatron-LM that the plug-in runs.
+        schedule: Name of the schedule in its engine.
+        num_chunks: Number of chunks per rank, 1 or 2.
+        kind: Placement of the stages.
+        weight_pieces: Number of actions into which a backward by weights is cut; 0 for whole
+            backwards.
+        cap: Largest number of activations of a rank, in microbatches of a whole rank per pipeline
+            rank; ``None`` for the default of the schedule. Only run-time rules of this project
+            have a cap.
+        is_policy: Whether the order is decided at run time.
     """
 
     name: str
@@ -41,11 +43,11 @@ class Competitor:
     is_policy: bool = False
 
     def placement(self, num_ranks: int) -> Placement:
-        """Where the stages are on that many ranks."""
+        """Returns the placement of the stages on a number of ranks."""
         return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
 
     def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:
-        """The cap in microbatches of a whole rank, ``None`` for a fixed order."""
+        """Returns the cap in microbatches of a whole rank, ``None`` for a fixed order."""
         if not self.is_policy:
             return None
         if self.cap is None:
@@ -53,7 +55,7 @@ class Competitor:
         return self.cap * num_ranks
 
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
-        """What our executor and simulator run, one per rank."""
+        """Returns what executor and simulator of this project run, one policy per rank."""
         return make_policies(
             self.schedule,
             self.placement(num_ranks),
@@ -70,16 +72,16 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may cut a weight gradient; each cut costs an emulated rank a sleep more.
+# A rule may cut weight gradients; each cut costs an emulated rank one more sleep.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
-"""Competitor that the speed of the others is relative to."""
+"""Competitor with which the speed of the others is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Policy of the goals about speed."""
+"""Rule of the goals about speed."""
 TIGHT = "hinted, V, memory p"
-"""Policy for the memory of 1F1B."""
+"""Rule with the memory of 1F1B."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {
@@ -119,4 +121,4 @@ COMPETITORS: dict[str, Competitor] = {
 QUICK = (BASELINE, INTERLEAVED, "torch zb-v", "zb-v", ADAPTIVE, TIGHT, PLUG_IN)
 """Competitors of the short form."""
 USUAL = (*QUICK, "1f1b", "interleaved", "adaptive, loop", "adaptive, V, memory p")
-"""Competitors unless others are asked for."""
+"""Competitors of the full form."""

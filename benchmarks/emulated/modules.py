@@ -6,10 +6,9 @@
                         _Join ──> output ──> _Loss, on the last stage
     weight ─> _Weight ──┘
 
-The backward of ``_Join`` takes in the gradient, that of ``_Input`` sleeps B, that of ``_Weight``
-sleeps W. So a runtime that asks autograd for the gradients of the inputs alone runs B alone, and
-later, from ``_Join``, W alone. In a whole backward W comes first: what is sent then leaves at the
-end of it all.
+The backward of ``_Join`` checks the gradient, that of ``_Input`` sleeps for B, that of ``_Weight``
+sleeps for W. So a runtime that asks autograd only for gradients of inputs runs B, and later, from
+``_Join``, W. A whole backward runs W first, so that the gradient is sent at its end.
 """
 
 from __future__ import annotations
@@ -19,21 +18,24 @@ from typing import Any
 
 import torch
 
+from harness.sleeping_ranks import DTYPE, WIDTH
+
 from .competitors import Competitor
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork, WorkError, number_of
+from .work import RankWork, WorkError, number_of
 
 
 class EmulatedChunk(torch.nn.Module):
     """One stage; ``work`` must be set before each step.
 
     Args:
-        stage: its place in pipeline order.
-        num_stages: stages of the pipeline.
+        stage: Number of the stage in pipeline order.
+        num_stages: Number of stages of the pipeline.
 
     Attributes:
-        work: what the stages of this rank do in the coming step.
-        weight: after a step, its gradient is the number of microbatches in every element.
+        work: Work of this rank in the next step.
+        weight: Parameter whose gradient counts microbatches: after a step every element is their
+            number.
     """
 
     def __init__(self, stage: int, num_stages: int) -> None:
@@ -45,34 +47,31 @@ class EmulatedChunk(torch.nn.Module):
         self.work: RankWork | None = None
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the stage's forward.
+        """Runs the stage's forward; returns an output of the same shape.
 
         Args:
-            received: output of the stage before; on the first stage ``RankWork.fresh``.
-
-        Returns:
-            The output, of the same shape.
+            received: Output of the previous stage; on the first stage ``RankWork.fresh``.
         """
         if not received.requires_grad:
-            # Data of the first stage. A real one has inner gradients to compute here all the same.
+            # Real first stages compute gradients of inner layers, though none of their input.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _Input.apply(received, self, microbatch)
-        # Made after _Input: autograd runs the node that was made last first. It must not see the
-        # input itself, or W would lie on the way to the input's gradient.
+        # Autograd runs the node first that was made last. This one must not depend on the input, or
+        # W would be needed for the input's gradient.
         side = _Weight.apply(self.weight, received.shape, self, microbatch)
         return _Join.apply(output, side, self, microbatch)
 
     def prepare(self, work: RankWork) -> None:
-        """Prepares a step."""
+        """Sets the work of the next step and clears the gradient."""
         self.work = work
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that a step's gradient of the weight contains a part from every microbatch.
+        """Checks that every microbatch added its part to the weight's gradient.
 
         Raises:
-            WorkError: it has not.
+            WorkError: The gradient has another sum.
         """
         self.check_sum(self.weight.grad, num_microbatches)
 
@@ -87,13 +86,13 @@ class EmulatedChunk(torch.nn.Module):
 
 
 class PeerRunner:
-    """Runs a schedule of another library. Collective to make.
+    """Runs a schedule of another library. All ranks make theirs at the same time.
 
     Args:
-        competitor: which.
-        rank: position of this rank in the pipeline.
-        num_ranks: ranks of the pipeline.
-        make: makes a stage from its place and the number of stages.
+        competitor: Competitor to run.
+        rank: Position of this rank in the pipeline.
+        num_ranks: Number of ranks of the pipeline.
+        make: Function that makes a stage from its number and the number of stages.
     """
 
     delays_in_transport = False
@@ -120,7 +119,7 @@ class PeerRunner:
             chunk.prepare(work)
 
     def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
-        """Returns what the first stage takes in the step."""
+        """Returns the inputs of the first stage in the step."""
         like = torch.empty(*shape, dtype=DTYPE)
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
@@ -170,7 +169,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        # Also runs, and changes nothing, when a split backward comes back for W.
+        # A split backward runs this twice, for B and for W; the second time changes nothing.
         chunk = ctx.chunk
         chunk.work.take_gradient(chunk.stage, ctx.microbatch, gradient)
         return gradient, gradient, None, None

@@ -1,10 +1,10 @@
 """megatron-core's own schedules, unchanged, on emulated stages.
 
-Its point-to-point settings are those that are safe on gloo: outputs are kept until they are sent,
-and with several chunks messages are not batched but overlap with compute, as in its own launcher.
+Its settings for messages are those that are safe on gloo: outputs are kept until they are sent.
+With several chunks messages are not batched but overlap with compute, as Megatron-LM sets it.
 
-Its sends are waited for, and gloo ends a send when the peer has asked for the message: a rank may
-wait for a peer's action without needing its result.
+megatron-core waits for its sends, and gloo ends a send when the peer asks for the message. So a
+rank may wait for an action of a peer whose result it does not need.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from harness.sleeping_ranks import DTYPE, WIDTH
+
 from .competitors import Competitor
 from .modules import EmulatedChunk, PeerRunner
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork
+from .work import RankWork
 
 
 class StepChunk(EmulatedChunk):
-    """What megatron-core asks of a model chunk."""
+    """An emulated stage with the members that megatron-core expects of a model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -58,10 +60,10 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
 
 
 class StepRunner(PeerRunner):
-    """Calls a function as megatron-core's own are called for a step.
+    """Calls a function as megatron-core's functions are called for a step.
 
     Attributes:
-        call: keyword arguments of the coming step.
+        call: Keyword arguments of the next step.
     """
 
     call: dict[str, Any]
@@ -80,7 +82,7 @@ class StepRunner(PeerRunner):
 
 
 class MegatronRunner(StepRunner):
-    """Runs megatron-core's 1F1B or interleaved 1F1B. Collective to make; see ``PeerRunner``."""
+    """Runs megatron-core's 1F1B or interleaved 1F1B; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         several = competitor.num_chunks > 1
@@ -107,7 +109,7 @@ class MegatronRunner(StepRunner):
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward pass as a user's program does; returns output and loss function."""
+    """Runs a forward as a user's program does; returns output and loss function."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -1,13 +1,13 @@
 """The schedules of ``torch.distributed.pipelining``, unchanged, on emulated stages over gloo.
 
-What to know of its runtime (torch 2.13) when reading its rows:
+Facts about its runtime (torch 2.13) that explain its rows:
 
-* On the first stage a split backward does nothing in the place of B and all of it in that of W. The
-  schedules here place the two next to each other, so no time is lost by it.
-* Each split backward searches the stage's autograd graph for what leads to weights. That is work of
-  the host, some tenths of a millisecond here; a GPU would hide it where the host is ahead.
-* 1F1B waits for a send together with the receive that goes with it. gloo ends a send when the peer
-  has asked for the message, so a rank may wait for a peer's action without needing its result.
+* On the first stage a split backward does nothing at B and everything at W. These schedules run the
+  two one after the other, so no time is lost.
+* Each split backward searches the stage's autograd graph for paths to weights. This takes the host
+  some tenths of a millisecond here; on a GPU the host would usually be ahead.
+* 1F1B waits for a send together with its receive. gloo ends a send when the peer asks for the
+  message, so a rank may wait for an action of a peer whose result it does not need.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from harness.sleeping_ranks import DTYPE, WIDTH
+
 from .competitors import Competitor
 from .modules import PeerRunner
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork
+from .work import RankWork
 
 _SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -38,7 +40,7 @@ _SCHEDULES: dict[str, Any] = {
 
 
 class TorchRunner(PeerRunner):
-    """Runs one of torch's schedules. Collective to make; see ``PeerRunner``."""
+    """Runs one of torch's schedules; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         super().__init__(competitor, rank, num_ranks)

@@ -1,8 +1,8 @@
-"""The plug-in's engine on emulated stages in a V, as an unmodified Megatron-LM has it.
+"""The plug-in's engine on emulated stages in a V, as it runs in an unmodified Megatron-LM.
 
-Steps are called as megatron-core's own, and backwards are split through the stores that real layers
-leave their weight gradients in. Messages travel as the plug-in chooses by itself. As in any V of
-the plug-in, position 0 is on the last rank.
+Steps are called as megatron-core's are, and backwards are split by the stores in which real layers
+leave their weight gradients. The plug-in chooses the transport. As in every V of the plug-in,
+position 0 of the pipeline is on the last rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from harness.sleeping_ranks import DTYPE, WIDTH
 from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
 from megatron.adaptive.engine.weight_gradient import defer
 from megatron.adaptive.plugin.engines import Engines
@@ -24,29 +25,27 @@ from megatron.adaptive.plugin.settings import Settings
 from .competitors import Competitor
 from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
-from .work import DTYPE, WIDTH, RankWork, number_of
+from .work import RankWork, number_of
 
 _PARTS = 2
-"""Calls of a chunk: a rule may cut a weight gradient between two of them."""
+"""Number of calls of a chunk; a rule may cut a weight gradient between two of them."""
 _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 """A microbatch's gradient of each weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One of the calls that a chunk is made of; the first has its F and B, each a part of its W."""
+    """One call of a chunk: the first runs its F and B, each runs an equal part of its W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
     is_first: bool
 
-    def output(self, given: torch.Tensor) -> torch.Tensor:
+    def output(self, inputs: torch.Tensor) -> torch.Tensor:
         """Runs F, in the first call."""
-        return (
-            self._work.forward(self.chunk.stage, given, number_of(given))
-            if self.is_first
-            else given.clone()
-        )
+        if not self.is_first:
+            return inputs.clone()
+        return self._work.forward(self.chunk.stage, inputs, number_of(inputs))
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Runs B, in the first call."""
@@ -57,14 +56,14 @@ class _Call:
         return self._work.input_gradient(stage, number, gradient)
 
     def weight_gradients(
-        self, given: torch.Tensor, gradient: torch.Tensor
+        self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Runs this call's part of W."""
         self._work.weights(self.chunk.stage, number_of(gradient), 1 / _PARTS)
         yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the same for all calls: parts of W are equal."""
+        """Returns the same for all calls, because the parts of W are equal."""
         return 1.0
 
     @property
@@ -74,7 +73,7 @@ class _Call:
 
 
 class _Layer(DeferringRowParallelLinear):
-    """Puts its weight gradient off as a linear layer of the model does."""
+    """Defers its weight gradient as a linear layer of the model does."""
 
     def __init__(self, chunk: EmulatedChunk, number: int) -> None:
         torch.nn.Module.__init__(self)
@@ -104,10 +103,11 @@ class _Chunk(StepChunk):
         return received
 
     def prepare(self, work: RankWork) -> None:
-        """Takes the work of the coming step and drops the gradients of the last."""
+        """Sets the work of the next step and clears the gradients."""
         self.work = work
         for layer in self.layers:
-            layer.weight.main_grad = torch.zeros_like(layer.weight)  # as megatron-core's wrapper
+            # megatron-core's wrapper of chunks has this attribute.
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
         """Checks the gradient of each call's weight."""
@@ -116,14 +116,14 @@ class _Chunk(StepChunk):
 
 
 class PluggedRunner(StepRunner):
-    """Runs a rule of the plug-in in a V. Collective to make; see ``PeerRunner``."""
+    """Runs a rule by the plug-in, with stages in a V; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         placed = Placed(lambda: competitor.kind)
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            # Outputs are freed as Megatron-LM has it.
+            # Megatron-LM frees outputs too.
             dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
             config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:

@@ -1,16 +1,16 @@
-"""What the emulated ranks do: how long each action takes, which rank or link is slow.
+"""Durations of emulated actions: how long each takes, and which rank or link is slow.
 
 All durations of a step are drawn before it, from a seed, and are the same for every competitor.
-They belong to *half-stages*: the pipeline is cut into two halves per rank, in pipeline order. A
-competitor with two chunks per rank runs a half-stage as one stage; one with a single chunk runs two
-neighbouring halves as one, and takes the sum::
+They are those of *half-stages*: the pipeline is cut into two halves per rank, in pipeline order. A
+competitor with two chunks per rank runs a half-stage as one stage. A competitor with one chunk runs
+two neighbouring halves as one stage, which takes their sum::
 
     half-stage          0   1   2   3   4   5   6   7
     1 chunk, 4 ranks    └ 0 ┘   └ 1 ┘   └ 2 ┘   └ 3 ┘     stage and rank
     2 chunks, loop      0   1   2   3   0   1   2   3     rank of each stage
     2 chunks, V         0   1   2   3   3   2   1   0     rank of each stage
 
-What a rank is (slow, fast) multiplies all that it runs, whichever stages these are.
+The factor of a slow or fast rank multiplies all actions that it runs, of whichever stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
 
 HALVES = 2
-"""Half-stages per rank."""
+"""Number of half-stages per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,16 @@ class Scenario:
     """One kind of disturbance.
 
     Attributes:
-        name: heading in the table.
-        jitter_sigma: sigma of the logarithm of each action's own random factor, whose mean is 1.
-        length_sigma: the same for a factor that a microbatch carries through all its actions.
-        length_mix: instead, ``(probability, length)`` of a microbatch; lengths average to 1.
-        rank_factor: what the durations of one rank, the one in the middle, are multiplied by.
-        link_delay: time that a message takes on one link, the one in the middle, either way, in
-            forwards of a whole rank.
+        name: Title in the table.
+        jitter_sigma: Standard deviation of the logarithm of a random factor of each action, whose
+            mean is 1.
+        length_sigma: Standard deviation of the logarithm of a random factor of each microbatch,
+            which all its actions share.
+        length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``; the
+            mean length is 1.
+        rank_factor: Factor of the durations of the rank in the middle.
+        link_delay: Time of a message on the link in the middle, in both directions, in forwards of
+            a whole rank.
     """
 
     name: str
@@ -67,7 +70,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Packed conversations: most are short, a few fill the window.
+        # Lengths of packed conversations: most are short, a few fill the sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
         Scenario(name="fast rank", rank_factor=1 / 1.43),
@@ -78,15 +81,15 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """All durations of one step; equal attributes give equal ones, in every process.
+    """All durations of one step; equal attributes give equal durations, in every process.
 
     Attributes:
-        scenario: what disturbs it.
-        num_ranks: ranks of the pipeline.
-        num_microbatches: microbatches of the step.
-        times: mean durations.
-        seed: of all draws.
-        repetition: number of the step.
+        scenario: Disturbance of the step.
+        num_ranks: Number of ranks of the pipeline.
+        num_microbatches: Number of microbatches of the step.
+        times: Mean durations.
+        seed: Seed of all draws.
+        repetition: Number of the step.
     """
 
     scenario: Scenario
@@ -97,9 +100,9 @@ class Draws:
     repetition: int
 
     def workload(self, placement: Placement) -> Workload:
-        """Returns what the simulator runs for a placement with one or two chunks per rank.
+        """Returns the durations for a placement with one or two chunks per rank.
 
-        ``B`` is the backward by inputs alone.
+        ``B`` is the backward by inputs without that by weights.
         """
         scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
         factors = [1.0] * self.num_ranks
@@ -122,7 +125,7 @@ class Draws:
                 pair: Link(latency_s=self.delay_s(*pair))
                 for pair in ((middle - 1, middle), (middle, middle - 1))
             },
-            rank_factors=factors,
+            rank_factors=tuple(factors),
         )
         if not scenario.length_mix:
             return work
@@ -131,7 +134,7 @@ class Draws:
         return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
-        """Seconds that a message takes from one rank to another, on top of what gloo takes."""
+        """Returns the seconds by which messages between two ranks are delayed."""
         middle = self.num_ranks // 2
         if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0

@@ -1,4 +1,4 @@
-"""Turns measured steps into a table, goals and a chart."""
+"""Table, goals and chart of measured steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from harness.report import Row
 from megatron.adaptive.schedule.simulate import simulate
 
 from .competitors import ADAPTIVE, BASELINE, COMPETITORS, INTERLEAVED, PLUG_IN, TIGHT, Competitor
@@ -16,16 +16,16 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Least that a step without any cost beside the drawn work takes, relative to a measured one."""
+"""Lower limit of a simulated step, which takes only the drawn work, over the measured one."""
 LEAST_OF_GAIN = 0.97
-"""Least measured gain over another order, relative to the gain in simulation."""
+"""Lower limit of a measured gain over another order, as a share of the gain in simulation."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
     (PLUG_IN, INTERLEAVED, "jitter 0.3"),
     (ADAPTIVE, BASELINE, "lengths"),
 )
-"""Policy, rival and scenario of each gain with a goal."""
+"""Rule, rival and scenario of each gain that has a goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Steps:
     """Steps of one competitor in one scenario.
 
     Attributes:
-        competitor: Competitor that ran them.
+        competitor: Competitor that ran the steps.
         scenario: Name of the scenario.
         peak: Most activations that a rank held, in microbatches of a whole rank.
         measured_s: Seconds of each step, by repetition.
@@ -76,7 +76,7 @@ def simulated_s(competitor: Competitor, draws: Draws) -> float:
 def make_table(
     records: Sequence[Record], *, ranks: int, microbatches: int, times: Times, seed: int
 ) -> dict[tuple[str, str], Steps]:
-    """Sums up the records of a run.
+    """Returns the steps of a run by competitor and scenario.
 
     Args:
         records: Records of ``worker.Rank``.
@@ -149,25 +149,25 @@ def markdown(table: Table) -> str:
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
     """Compares the steps with bounds by simulation, and with fixed orders in no more memory."""
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
-    ours = [steps for steps in table.values() if steps.competitor.engine == "ours"]
-    if ours:
-        worst = min(ours, key=lambda steps: steps.of_bound)
-        what = "step without any cost over the measured one, worst"
+    of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
+    if of_executor:
+        worst = min(of_executor, key=lambda steps: steps.of_bound)
+        title = "step without any cost over the measured one, worst"
         note = f"{worst.competitor.name}, {worst.scenario}"
-        rows.append(_least(what, worst.of_bound, LEAST_OF_BOUND, note))
+        rows.append(_least(title, worst.of_bound, LEAST_OF_BOUND, note))
     for name in (ADAPTIVE, TIGHT):
         cap = COMPETITORS[name].cap_for(ranks, microbatches)
         assert cap is not None
         over = list(_over_fixed(table, name, cap))
         if over:
             value, note = min(over)
-            what = f"{name} over any fixed order in no more memory, worst"
-            rows.append(_least(what, value, LEAST_OF_GAIN, note))
+            title = f"{name} over any fixed order in no more memory, worst"
+            rows.append(_least(title, value, LEAST_OF_GAIN, note))
     for (name, scenario), steps in table.items():
         if (name, scenario) == (PLUG_IN, "jitter 0.3"):
             cap = steps.competitor.cap_for(ranks, microbatches)
-            what = f"{name}: activations held, {scenario}"
-            rows.append(Row(what=what, value=steps.peak, goal=cap))
+            title = f"{name}: activations held, {scenario}"
+            rows.append(Row(what=title, value=steps.peak, goal=cap))
     return rows
 
 
@@ -176,13 +176,13 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
     simulated = ratio(slow.simulated_s, fast.simulated_s)
-    what = f"{policy} over {rival}, {scenario}: share of the simulated gain"
+    title = f"{policy} over {rival}, {scenario}: share of the simulated gain"
     note = f"{measured:.3f} times as fast, simulated {simulated:.3f}"
-    return _least(what, measured / simulated, LEAST_OF_GAIN, note)
+    return _least(title, measured / simulated, LEAST_OF_GAIN, note)
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields how much longer each fixed order takes that holds no more than a policy may."""
+    """Yields how much longer fixed orders take that hold no more activations than a rule may."""
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue
@@ -191,12 +191,12 @@ def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, 
             yield ratio(steps.measured_s, faster), f"{name}, {scenario}"
 
 
-def _least(what: str, value: float, goal: float, note: str) -> Row:
-    return Row(what=what, value=value, goal=goal, least=True, note=note)
+def _least(title: str, value: float, goal: float, note: str) -> Row:
+    return Row(what=title, value=value, goal=goal, least=True, note=note)
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars, a group per scenario, and outlines policies."""
+    """Draws the speed-ups as bars, a group for each scenario; bars of rules have an outline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,7 +209,7 @@ def chart(table: Table, title: str, path: Path) -> None:
     colours = matplotlib.colormaps["tab20"]
     for index, name in enumerate(names):
         axes.bar(
-            [place + (index - (len(names) - 1) / 2) * width for place in range(len(scenarios))],
+            [group + (index - (len(names) - 1) / 2) * width for group in range(len(scenarios))],
             [speedup(table, name, scenario) or 0.0 for scenario in scenarios],
             width,
             label=name,

@@ -1,76 +1,36 @@
-"""What one rank's stages do in one step: sleep as drawn, and check what they are handed.
+"""Work of one rank's stages in one step: they sleep as long as drawn, and check their inputs.
 
-Every runtime ends up here, so that the work of all is the same. What travels is ``[16] float64``:
+All runtimes call this, so that their work is the same. Messages are ``[16] float64``:
 
 ::
 
     [0] microbatch   [1] sum over the stages passed of (stage + 1)   [2] when it was sent
 
-Forward and backward each carry such a sum, so a stage that was skipped, doubled or given another
-microbatch's tensor is an error, not a fast step.
+Both forwards and backwards pass on such a sum. So it is an error, not a fast step, if a stage was
+skipped, ran twice or received the tensor of another microbatch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from harness.sleeping_ranks import DTYPE, WIDTH, Sleeper
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
 
-WIDTH = 16
-DTYPE = torch.float64
-_PR_SET_TIMERSLACK = 29
 _AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
-    """A runtime did something other than each action once with its own input."""
-
-
-def sharpen_timers() -> bool:
-    """Makes sleeps of this thread and its children end within microseconds of their time.
-
-    Ranks hardly compute, so where the system allows it they go before whatever else the machine
-    does: otherwise one that wakes up may wait milliseconds for another program's slice to end.
-
-    Returns:
-        Whether they do.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
-    try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except OSError:
-        return False
-    return True
-
-
-class Sleeper:
-    """Sleeps to a moment: wakes up a little before, by as much as sleeps were late, and spins."""
-
-    def __init__(self) -> None:
-        self._late_s = 100e-6
-
-    def until(self, moment_s: float) -> None:
-        """Returns at ``moment_s`` of ``time.monotonic``; at once if that is in the past."""
-        left_s = moment_s - time.monotonic()
-        if left_s > self._late_s:
-            wake_s = moment_s - self._late_s
-            time.sleep(left_s - self._late_s)
-            late_s = time.monotonic() - wake_s
-            # Follows what most sleeps do, not the one that lost its core for a while.
-            self._late_s += 5e-6 if late_s > self._late_s else -1e-6
-        while time.monotonic() < moment_s:
-            pass
+    """A runtime did not run each action once with its own input."""
 
 
 def number_of(tensor: torch.Tensor) -> int:
-    """Returns the microbatch of what travels."""
+    """Returns the number of the microbatch of a message."""
     return int(tensor.detach().numpy().item(0))
 
 
@@ -86,17 +46,21 @@ class Span(NamedTuple):
 
 
 class RankWork:
-    """The stages of one rank during one step; a new step needs a new one.
+    """The stages of one rank during one step; each step needs a new object.
 
     Args:
-        placement: where stages live.
-        rank: this rank.
-        seconds: of all actions, ``[kind][stage][microbatch]``.
-        sleeper: sleeps for this rank.
-        delay_s: seconds that a message takes from one rank to another, where a stage waits, before
-            it starts, until its input would have come; for a runtime that has already chosen this
-            action and waits for nothing else, that is the same as messages that come late by
-            themselves, as they do where this is ``None``.
+        placement: Placement of the stages.
+        rank: Position of this rank in the pipeline.
+        seconds: Durations of all actions, ``[kind][stage][microbatch]``.
+        sleeper: Sleeper of this rank.
+        delay_s: Function that returns the seconds of a message between two ranks; a stage waits
+            before it starts until its input would have arrived. A runtime that has already chosen
+            this action waits for nothing else, so this is the same as a slow link. ``None`` if the
+            transport itself delays messages.
+
+    Attributes:
+        spans: Actions that ran, in order.
+        peak: Most activations that were held at once, in microbatches of a whole rank.
     """
 
     def __init__(
@@ -114,7 +78,7 @@ class RankWork:
         self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         self._unit = 1 / placement.num_chunks
         self._held = 0.0
-        self._due_s = 0.0  # when the last action was to end
+        self._due_s = 0.0  # time at which the last action should have ended
         self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
         for stage in self._stages if delay_s is not None else []:
@@ -123,18 +87,15 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward pass.
+        """Runs a forward; returns a tensor for the next stage, of the shape of ``received``.
 
         Args:
-            stage: a stage of this rank.
-            received: output of the stage before; on the first stage its data or ``None``.
-            microbatch: which it is.
-
-        Returns:
-            A tensor for the next stage, of the shape of ``received``.
+            stage: Number of a stage of this rank.
+            received: Output of the previous stage; on the first stage its data or ``None``.
+            microbatch: Number of the microbatch.
 
         Raises:
-            WorkError: the input is not what this forward needs.
+            WorkError: The input is that of another forward.
         """
         start = time.monotonic()
         if received is None:
@@ -150,19 +111,16 @@ class RankWork:
     def backward(
         self, stage: int, gradient: torch.Tensor | None, microbatch: int, *, whole: bool
     ) -> torch.Tensor:
-        """Runs a backward pass by inputs; with ``whole`` also the one by weights.
+        """Runs a backward by inputs; returns a gradient for the previous stage.
 
         Args:
-            stage: a stage of this rank.
-            gradient: gradient of the stage's output, ``None`` on the last stage.
-            microbatch: which it is.
-            whole: whether this is the backward by weights too, which then comes first.
-
-        Returns:
-            A gradient for the stage before, also on the first stage.
+            stage: Number of a stage of this rank.
+            gradient: Gradient of the stage's output, ``None`` on the last stage.
+            microbatch: Number of the microbatch.
+            whole: Whether to run the backward by weights too, before that by inputs.
 
         Raises:
-            WorkError: the gradient is not what this backward needs.
+            WorkError: The gradient is that of another backward.
         """
         if gradient is None:
             gradient = self.fresh(microbatch, torch.empty(WIDTH, dtype=DTYPE))
@@ -172,26 +130,26 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Checks the gradient of an output; waits until the time at which it would arrive.
+        """Checks the gradient of an output, and waits until it would have arrived.
 
         Raises:
-            WorkError: it is not that of this stage and microbatch.
+            WorkError: The gradient is that of another stage or microbatch.
         """
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs the backward pass by inputs of a taken gradient; returns the input's gradient."""
+        """Runs a backward by inputs whose gradient was taken; returns the input's gradient."""
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs ``fraction`` of a backward pass by weights.
+        """Runs a fraction of a backward by weights.
 
-        One that follows at once on another part of the same goes on where that was to end: what a
-        sleep is late is no part of the work, and cutting must not count it twice. A device that is
-        given the next part before the last has ended has no gap there either.
+        If the previous action was another part of the same backward, this one starts at the time at
+        which that should have ended. The delay of a sleep is no work, and a cut must not add it
+        once more. A GPU that gets the next part before the previous one ends has no gap either.
         """
         start_s = time.monotonic()
         last = self.spans[-1] if self.spans else None
@@ -202,16 +160,16 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """What the first stage's forward and the last stage's backward start from."""
+        """Returns the input of the first stage's forward, or of the last stage's backward."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor
 
     def check_complete(self) -> None:
-        """Checks that each action ran once, and that its pieces add up to a whole.
+        """Checks that each action ran once, and that its pieces add up to one.
 
         Raises:
-            WorkError: one did not.
+            WorkError: An action did not run, or ran twice or in part.
         """
         spent: dict[tuple[ActionKind, int, int], float] = {}
         for kind, stage, microbatch, fraction, _, _ in self.spans:
@@ -234,7 +192,7 @@ class RankWork:
     ) -> float:
         """Checks an input, waits until it would arrive; returns the start time of the action."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
-        # What earlier stages added, of a backward's gradient what later ones did.
+        # Earlier stages have added to the sum of a forward, later ones to that of a backward.
         due = stage * (stage + 1) / 2
         if kind is ActionKind.B:
             due = self._num_stages * (self._num_stages + 1) / 2 - due - (stage + 1)
@@ -252,7 +210,7 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleeps for the time of the action, counted from ``start_s``."""
+        """Sleeps until the end of the action, which began at ``start_s``."""
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""The processes of the emulated pipeline: one per rank, all competitors in turns.
+"""Processes of the emulated pipeline, one per rank, which run all competitors in turns.
 
-Every step begins on all ranks at one moment of the machine's clock; its makespan is the time
-from there to the end of the rank that is done last.
+A step begins on all ranks at the same time of the machine's clock. Its makespan is the time until
+the last rank has ended.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.emulated.competitors import COMPETITORS, Competitor  # noqa: E402
-from benchmarks.emulated.ours import Channels, OurRunner  # noqa: E402
+from benchmarks.emulated.ours import OurRunner  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
 from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
 from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
-from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
+from benchmarks.emulated.work import RankWork  # noqa: E402
+from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
-# From the agreement on the start to the start itself: enough for all ranks to hear of it.
 _LEAD_S = 0.006
-
-
+"""Seconds from the agreement on a start to the start, enough for all ranks to receive it."""
 Runner = MegatronRunner | TorchRunner | PluggedRunner | OurRunner
-"""One competitor on one rank; ``prepare`` and ``finish`` of a step are not timed, ``run`` is."""
+"""One competitor on one rank; ``run`` is timed, ``prepare`` and ``finish`` are not."""
 
 
 class Rank:
     """One rank of the emulated pipeline.
 
     Args:
-        rank: which.
-        plan: what to measure: ``num_ranks``, ``cases`` (scenario, microbatches of a step, and steps
-            of each competitor, each with draws of its own), ``competitors`` that take turns,
-            ``times``, mean durations, and ``seed`` of all draws.
+        rank: Number of the rank.
+        plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, microbatches
+            of a step, and steps of each competitor, each with new random durations;
+            ``competitors`` that take turns; ``times``, the mean durations; ``seed`` of all draws.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -62,13 +61,14 @@ class Rank:
         """Runs all cases.
 
         Returns:
-            On every rank one record per step: what was run, ``makespan_s``, and ``peak``, the most
-            activations that any rank held, in microbatches of a whole rank.
+            One record per step, the same on every rank: its competitor, scenario and repetition,
+            ``makespan_s``, and ``peak``, the most activations that a rank held, in microbatches of
+            a whole rank.
         """
         records: list[dict[str, Any]] = []
         warm: set[int] = set()
         for scenario, count, repetitions in self._plan["cases"]:
-            # Some runtimes set up their channels in the first step of that many microbatches.
+            # Some runtimes open channels in their first step with a number of microbatches.
             first = 0 if count in warm else -1
             warm.add(count)
             for repetition in range(first, repetitions):
@@ -97,7 +97,7 @@ class Rank:
         return OurRunner(competitor, self._channels[placement], self._rank, self._num_ranks)
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
-        """Runs one step of every competitor with the same random times."""
+        """Runs one step of every competitor with the same drawn durations."""
         draws = Draws(
             scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
@@ -107,7 +107,7 @@ class Rank:
             repetition=repetition,
         )
         names = list(self._runners)
-        # Rotate who goes first: the one after a slow step must not always be the same.
+        # The competitor after a slow one must not be the same in every round.
         turn = repetition % len(names)
         return [
             {
@@ -143,7 +143,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Returns the maximum over all ranks of each value; also a barrier."""
+        """Returns the maximum of each value over all ranks; also a barrier."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()
@@ -153,7 +153,10 @@ class Rank:
 def run_rank(rank: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one rank; returns its records (see :class:`Rank`)."""
     if not sharpen_timers() and rank == 0:
-        print("no real-time priority: other programs' work shows in the times", file=sys.stderr)
+        print(
+            "warning: no permission for real-time priority: other programs slow down the steps",
+            file=sys.stderr,
+        )
     member = Rank(rank, plan)
     gc.collect()
     gc.freeze()

@@ -10,10 +10,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from benchmarks.emulated.competitors import COMPETITORS
 from benchmarks.emulated.modules import EmulatedChunk
-from benchmarks.emulated.ours import DelayedQueue
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of
 from benchmarks.emulated.table import goals, make_table, markdown, simulated_s, speedup
-from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, WorkError
+from benchmarks.emulated.work import RankWork, WorkError
+from harness.sleeping_ranks import DTYPE, WIDTH, DelayedQueue, Sleeper
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.transport.interface import Arrival, HeldArrival, Label
@@ -144,9 +144,9 @@ def test_a_delayed_message_lets_others_pass_and_comes_when_its_time_has_passed()
     queue = DelayedQueue({0: 1e6, 1: 0.0})
     put(queue, 0, time.monotonic())
     put(queue, 1, time.monotonic())
-    found = queue.poll()
-    assert isinstance(found, Arrival)
-    assert found.peer == 1
+    item = queue.poll()
+    assert isinstance(item, Arrival)
+    assert item.peer == 1
     assert queue.wait(time.monotonic() + 0.01) is None
     queue, sent_s = DelayedQueue({0: 0.02}), time.monotonic()
     put(queue, 0, sent_s)
@@ -179,7 +179,7 @@ def test_gains_are_compared_with_those_of_the_simulation() -> None:
     assert speedup(table, "megatron 1f1b", "jitter 0.3") == 1
     assert speedup(table, "zb-v", "jitter 0.3") is None
     rows = {row.what: row for row in goals(table, ranks=4, microbatches=8)}
-    gains = [row for what, row in rows.items() if "share of the simulated gain" in what]
+    gains = [row for title, row in rows.items() if "share of the simulated gain" in title]
     assert [(row.value, row.met) for row in gains] == [(pytest.approx(1.0), True)] * 2
     assert rows["step without any cost over the measured one, worst"].met is False
     assert markdown(table).count("| 0.500-0.500 |") == 3

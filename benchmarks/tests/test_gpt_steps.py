@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpt_steps
 from benchmarks.gpt_steps import JOBS, disagreements, make_rows, takes_part
-from benchmarks.report import Row
+from harness.report import Row
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -50,14 +50,14 @@ def test_a_row_compares_the_rounds_that_both_took() -> None:
 
 @pytest.mark.parametrize("difference", [2e-5, math.nan])
 def test_another_loss_is_named(difference: float) -> None:
-    found = results()
-    assert disagreements(found) == []
-    found["V"]["differences"]["torch zb-v"]["loss"] = difference
-    (line,) = disagreements(found)
+    jobs = results()
+    assert disagreements(jobs) == []
+    jobs["V"]["differences"]["torch zb-v"]["loss"] = difference
+    (line,) = disagreements(jobs)
     assert line.startswith("V: the loss of torch zb-v differs from that of zb-v by ")
-    row = row_of(make_rows(found), "difference of the loss")
+    row = row_of(make_rows(jobs), "difference of the loss")
     assert (row.met, row.note) == (False, line)
-    assert row_of(make_rows(found), "difference of the gradient").met
+    assert row_of(make_rows(jobs), "difference of the gradient").met
 
 
 @pytest.mark.multiprocess

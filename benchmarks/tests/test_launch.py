@@ -12,8 +12,8 @@ from benchmarks import launch
 
 def test_the_monitor_on_small_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "told.json"
-    words = ["--part", "status", "--gigabytes", "0.02", "--json", str(target)]
-    assert launch.main(words) in (0, 1)
+    arguments = ["--part", "status", "--gigabytes", "0.02", "--json", str(target)]
+    assert launch.main(arguments) in (0, 1)
     answer, over_start = json.loads(target.read_text())["rows"]
     assert len(answer["samples"]) == 5
     assert answer["value"] > 0

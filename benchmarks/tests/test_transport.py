@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import transport
 from benchmarks.channels import copies
-from benchmarks.ranks import fork_ranks
+from harness.processes import fork_ranks
 from megatron.adaptive import extension
 
 KIB = 1 << 10
@@ -86,8 +86,8 @@ def test_peers_are_compared_by_the_copies_of_their_own_process() -> None:
             },
         }
 
-    ours = {**samples("shm", 1.0, 1.0), **samples("gloo", 5.0, 1.0)}
-    rows = transport._over_peers(ours, {"mpi": samples("mpi", 4.0, 2.0)}, "")
+    own_samples = {**samples("shm", 1.0, 1.0), **samples("gloo", 5.0, 1.0)}
+    rows = transport._over_peers(own_samples, {"mpi": samples("mpi", 4.0, 2.0)}, "")
     assert [row.value for row in rows] == [5.0, 2.0] * 3
-    rows = transport._over_peers(ours, {}, "there is no MPI")
+    rows = transport._over_peers(own_samples, {}, "there is no MPI")
     assert [row.met for row in rows] == [True, None] * 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from harness.report import Row
 from megatron.adaptive.planner.layer_costs import layer_table
 from megatron.adaptive.planner.link_costs import boundary_s, embedding_s, reduce_s
 from megatron.adaptive.planner.plan import Plan
@@ -19,7 +20,6 @@ from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 from studies.planning.published.fasop import Fasop, FasopRun
 from studies.planning.published.files import read_csv
-from tests.support.report import Row
 
 _SPACE = SearchOptions(
     tp=(1, 2, 4),

@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from harness.report import Row
 from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_options import SearchOptions
-from tests.support.report import Row
 
 _CLUSTER = Path(__file__).with_name("large.yaml")
 

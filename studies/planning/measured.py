@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from harness.report import Row
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import accuracy
 from megatron.adaptive.planner.cluster import make_cluster
@@ -20,7 +21,6 @@ from megatron.adaptive.planner.propose import complete_profile
 from studies.planning.published.files import MeasuredRun
 from studies.planning.published.rows import read_rows
 from studies.planning.published.staged import read_staged
-from tests.support.report import Row
 
 _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,

@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 
+from harness.report import Result, Row
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.profiling.free_memory import HOST_SHARE
 from studies.planning.own_runs import Shape, Watch, train
-from tests.support.report import Result, Row
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH = 4, 256, 4, 2048, 4
 _RECOMPUTE = {

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
+from harness.report import Result, Row
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, accuracy, calibrate
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
@@ -39,7 +40,6 @@ from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.trace_format import KINDS
 from tests.multiprocess.launch import ROOT, environment
-from tests.support.report import Result, Row
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8
 MODEL_FLAGS = (

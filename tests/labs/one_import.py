@@ -1,9 +1,9 @@
 """Runs programs of the package one after another, forked from a process that has imported it.
 
-Importing torch takes a small machine longer than what the programs do there. The one argument is a
-list of JSON of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print
-first, and a script and its arguments, or ``-m``, a module and its arguments. Ends with the status
-of the first program that fails.
+On a small machine importing torch takes longer than the programs themselves. The argument is a JSON
+list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print first,
+variables, and a script and its arguments, or ``-m``, a module and its arguments. Ends with the
+status of the first program that fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.multiprocess.forked_rank import share_gloo_device, shorten_mock_data 
 
 
 def import_all() -> None:
-    """Imports what programs need, and what their first step would."""
+    """Imports the modules of all programs, and those that their first step would import."""
     from megatron.adaptive.cluster import rank_forkserver
 
     rank_forkserver._import()

@@ -1,7 +1,7 @@
 """A second implementation of the RDMA channel's protocol, from docs/reference/transport.md alone.
 
-Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, against any program of this
-project as rank 0, and sends back every message that comes::
+Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, with any program of this
+project as rank 0, and sends back every message that it receives::
 
     python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
         /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
@@ -96,12 +96,12 @@ class Peer:
     """One end of a channel: both directions, over one lane.
 
     Args:
-        wire: the link to the other end.
-        job: the job's number.
-        slots: number of slots of each direction.
-        slot_bytes: largest payload of a slot.
-        device: name of the verbs device.
-        gid_index: index of its RoCE v2 address.
+        wire: Link to the other end.
+        job: Number of the job.
+        slots: Number of slots of each direction.
+        slot_bytes: Largest payload of a slot.
+        device: Name of the verbs device.
+        gid_index: Index of its RoCE v2 address.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Peer:
         self._credit = MR(self._domain, PAGE_BYTES, both)
         self._source = MR(self._domain, PAGE_BYTES, e.IBV_ACCESS_LOCAL_WRITE)
         self._credit.write(bytes(8), 8)
-        # pyverbs knows no requests without memory.
+        # pyverbs has no requests without memory.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # Sends and receives of both directions, told apart by queue pair.
+        # The queue has sends and receives of both directions; queue pairs distinguish them.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
         init = QPInitAttr(
@@ -278,7 +278,7 @@ class Peer:
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # The word must not change while the write before is under way.
+        # The word must not change while the previous write is under way.
         at = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, at)
         self._num_credit_writes += 1

@@ -15,22 +15,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.report import Result, Row, measured, missing, parser_of, ratios
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from tests.cpp_tests import VERBS, CppTests
 from tests.labs import rdma_lab
 from tests.multiprocess.launch import ROOT, environment
 from tests.soak import killed_ranks
-from tests.support.report import Result, Row, measured, missing, parser_of, ratios
-from tests.support.report import measure as run_parts
 
 BANDWIDTH, LATENCY = 0.90, 1.2
-"""Least bandwidth and most latency, relative to perftest's."""
+"""Lower limit of the bandwidth and upper limit of the latency, relative to perftest's."""
 PROGRAM = "rdma_measure"
 LIMIT_S = 900.0
 
 
 def why_not() -> str | None:
-    """Returns the reason why the lab or our RDMA cannot run here, ``None`` if they can."""
+    """Returns why the lab or the RDMA transport cannot run here, ``None`` if they can."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
         return "the extension was built without RDMA: bash prerequisite.sh --rdma"
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, where perftest and our transport take turns.
+    """Boots two nodes, on which perftest and the RDMA transport take turns.
 
     Raises:
         RuntimeError: The nodes failed.
@@ -94,23 +94,23 @@ def rows_of(samples: dict[str, list[float]]) -> list[Row]:
         ("channel median", "perftest median", "the C++ channel, median", LATENCY),
         ("latency", "perftest mean", "from Python, mean", None),
     ):
-        what = f"rdma, 1 KiB: half a round trip over ib_write_lat, {shown}"
+        title = f"rdma, 1 KiB: half a round trip over ib_write_lat, {shown}"
         if series not in samples:
-            rows.append(missing(what, "needs a C++ compiler and libibverbs-dev", goal=goal))
+            rows.append(missing(title, "needs a C++ compiler and libibverbs-dev", goal=goal))
             continue
         times_us = [1e6 * statistics.median(samples[name]) for name in (series, rival)]
         note = "{:.4g} us over {:.4g} us".format(*times_us)
-        rows.append(measured(what, ratios(samples[series], samples[rival]), goal=goal, note=note))
+        rows.append(measured(title, ratios(samples[series], samples[rival]), goal=goal, note=note))
     return rows
 
 
 def kills(count: int) -> Result:
     """Kills ranks that are connected by RDMA, within one node; see ``tests.soak.killed_ranks``."""
-    what = f"{count} kills at random moments, rdma"
+    title = f"{count} kills at random moments, rdma"
     reason = why_not()
     if reason is not None:
-        return Result(rows=[missing(what, reason, goal=0)])
-    # A folder of its own, because files of the host come and go.
+        return Result(rows=[missing(title, reason, goal=0)])
+    # The trials need a folder of their own, because files of the host come and go.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
@@ -133,11 +133,11 @@ def kills(count: int) -> Result:
         if result.status:
             raise RuntimeError(f"the node ended with {result.status}: {result.text[-2000:]}")
         outcomes = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
-    return Result(rows=killed_ranks.rows_of(outcomes, what), facts={"kills, rdma": outcomes})
+    return Result(rows=killed_ranks.rows_of(outcomes, title), facts={"kills, rdma": outcomes})
 
 
 def main() -> int:
-    """Measures as the command line says; returns 1 if a limit is missed."""
+    """Measures and prints; returns 1 if a limit is missed."""
     options = parser_of(__doc__, ("speed", "kills"), "three turns and kills").parse_args()
     parts = {
         "speed": lambda: measure(3 if options.quick else 5),

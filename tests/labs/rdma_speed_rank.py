@@ -1,7 +1,7 @@
-"""Is one node of the RDMA lab, where perftest and our RDMA channel take turns in one boot.
+"""Measures on one node of the RDMA lab: perftest and the RDMA transport take turns.
 
-Started by ``rdma_speed.py`` on both nodes. Node 1 sends and node 0 receives, as ``ib_write_bw``
-does it; node 1 writes the samples into ``LAB_SHARE``.
+``rdma_speed.py`` starts this on both nodes. Node 1 sends and node 0 receives, as for
+``ib_write_bw``; node 1 writes the samples to ``LAB_SHARE``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.adaptive.accelerator import Accelerator  # noqa: E402
-from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
-from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
-from megatron.adaptive.transport.connect import Connector, own_endpoint  # noqa: E402
-from megatron.adaptive.transport.interface import Label, Transport  # noqa: E402
-from megatron.adaptive.transport.kind import Payloads  # noqa: E402
-from megatron.adaptive.transport.liveness import here  # noqa: E402
+from harness.transport_link import LIMIT_S, TransportLink  # noqa: E402
 from tests.labs.rdma_lab import perftest  # noqa: E402
 
 SIZES = perftest.BANDWIDTH_SIZES
@@ -39,62 +33,25 @@ _TOTAL_BYTES = 32 << 20
 _CHANNEL_BYTES = 16 << 20
 _ROUNDS, _WARMUPS = 500, 20
 _PORT = 23000
-_LIMIT_S = 60.0
-_LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """Returns address and slots of a channel whose slots hold a message whole."""
+    """Returns address and slots of a channel of which each slot holds a whole message."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
 
 
-class Link:
-    """Our RDMA channel between the two nodes. Collective to make.
+class Link(TransportLink):
+    """A channel of the RDMA transport between the two nodes.
 
     Args:
         rank: Number of this node.
-        nbytes: Size of a message.
+        nbytes: Size of a message, in bytes.
     """
 
     def __init__(self, rank: int, nbytes: int) -> None:
-        options = options_for(nbytes, rank)
-        settings = TransportConfig(
-            transport="rdma",
-            transport_slot_bytes=options["slot_bytes"],
-            transport_slots=options["slots"],
-        )
-        device = torch.device("cpu")
-        endpoint = own_endpoint(
-            rank,
-            here(rank),
-            device=device,
-            own_gpu=False,
-            options=settings,
-            address=options["address"],
-        )
-        made = Connector(
-            members=[0, 1],
-            gather=_gather,
-            accelerator=Accelerator(device=device, backend="gloo", name="CPU"),
-            payloads=Payloads(shape=None, dtype=torch.float32),
-            describe=lambda rank: f"rank {rank}",
-            timeout_s=_LIMIT_S,
-        ).connect(endpoint, [1 - rank], settings)
-        assert made is not None
-        self.transport: Transport = made
-        self._peer = 1 - rank
-
-    def send(self, payload: torch.Tensor) -> None:
-        """Sends a tensor."""
-        self.transport.send(self._peer, _LABEL, payload)
-
-    def receive(self) -> torch.Tensor:
-        """Waits for the next tensor."""
-        arrival: Any = self.transport.completions.wait(time.monotonic() + _LIMIT_S)
-        payload: torch.Tensor = arrival.take()
-        return payload
+        super().__init__("rdma", rank, **options_for(nbytes, rank))
 
     def stream_s(self, payload: torch.Tensor, messages: int, *, sends: bool) -> float | None:
         """Returns the seconds per message of a one-way stream, on the node that sends."""
@@ -124,12 +81,6 @@ class Link:
         return (time.perf_counter() - start_s) / rounds / 2
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None, None]
-    dist.all_gather_object(values, value)
-    return values
-
-
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
     """Returns median and mean seconds of the channel alone, by ``csrc/tests/rdma_measure.cc``."""
     options = options_for(SIZES[0], rank)
@@ -139,7 +90,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
             *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
             *(str(options["slots"]), str(options["slot_bytes"])),
         ],
-        # Its rank 0 tells the result.
+        # Rank 0 of this program prints the result.
         env={
             **os.environ,
             "RANK": str(1 - rank),
@@ -149,15 +100,15 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=_LIMIT_S,
+        timeout=LIMIT_S,
     )
-    found = dict(re.findall(r"(median|mean) ([0-9.]+)", done.stdout))
-    typical_us, mean_us = (float(found.get(name, "nan")) for name in ("median", "mean"))
+    figures = dict(re.findall(r"(median|mean) ([0-9.]+)", done.stdout))
+    typical_us, mean_us = (float(figures.get(name, "nan")) for name in ("median", "mean"))
     return 1e-6 * typical_us, 1e-6 * mean_us
 
 
 def main() -> None:
-    """Takes turns; every sample is in seconds per message."""
+    """Measures in turns; samples are in seconds per message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()
@@ -198,7 +149,7 @@ def main() -> None:
         draft.write_text(json.dumps(samples))
         draft.rename(result)
     for link in links.values():
-        link.transport.close()
+        link.close()
     dist.destroy_process_group()
 
 

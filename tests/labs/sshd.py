@@ -18,7 +18,7 @@ PidFile {0}/sshd.pid
 
 
 def why_not() -> str | None:
-    """Says why no sshd can run here, ``None`` if one can."""
+    """Returns why no sshd can run here, ``None`` if one can."""
     is_here = Path(SSHD).exists() and shutil.which("ssh")
     return None if is_here else "no ssh or sshd: bash prerequisite.sh --slurm"
 
@@ -27,12 +27,12 @@ def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
     """Writes keys, settings and a program ``ssh``.
 
     Args:
-        folder: for all of it, and for ``sshd.pid``.
-        server: further settings of sshd; ``{0}`` is the folder.
-        client: those of ssh for all hosts, but for its key.
+        folder: Folder for these files and for ``sshd.pid``.
+        server: Further settings of sshd; ``{0}`` is the folder.
+        client: Settings of ssh for all hosts, without its key.
 
     Returns:
-        The folder of the program, and the command that starts sshd, which goes on behind.
+        The folder of the program, and the command that starts sshd in the background.
     """
     for name in ("key", "host_key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]

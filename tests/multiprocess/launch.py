@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import os
 import select
 import shutil
 import signal
@@ -27,7 +26,9 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness.processes import environment, kill_tree
+from harness.report import ROOT
+
 WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
@@ -175,14 +176,6 @@ def forkserver(python_path: str = str(ROOT)) -> Forkserver:
     if python_path not in servers or not servers[python_path].is_alive:
         servers[python_path] = Forkserver(python_path)
     return servers[python_path]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Returns what programs of the tests run with."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of what an elastic job's fork server forks
-    return {**os.environ, **own, **more}
 
 
 def free_port() -> int:
@@ -506,21 +499,6 @@ class CaseRuns:
         except AssertionError as failure:
             self._errors[size] = str(failure)
         self._results[size] = json.loads(taken.read_text()) if taken.exists() else {}
-
-
-def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Ends a process and all it started, the ranks of torchrun in sessions of their own too."""
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        family = []
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    for member in family:
-        if member.is_running():
-            member.kill()
-    psutil.wait_procs(family, timeout=10)
 
 
 def tail(path: Path, limit: int = 12_000) -> str:

@@ -1,7 +1,7 @@
-"""Wrong command lines and files: each must end with one line, status 2, within 10 seconds.
+"""Wrong command lines and files: each must end with one line and status 2 within 10 seconds.
 
-:data:`CASES` is the table; ``{f}`` in a command line is the folder of :func:`write_files`.
-Tests run it in their own process, :func:`measure` runs each line as a user does.
+:data:`CASES` is the table; ``{f}`` in a command line stands for the folder of :func:`write_files`.
+Tests run the lines in their own process, :func:`measure` runs each as a user does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.multiprocess.launch import ROOT
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
-"""A name that would set the title of a terminal, clear it, and turn its text around."""
+"""A name that would set a terminal's title, clear it, and reverse the direction of its text."""
 DEEP = "[" * 100_000
 
 _CLUSTER = """
@@ -233,17 +233,17 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    else:  # root may read all but this
+    else:  # root can read every other file
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Says what is wrong with the end of a program that got wrong input, empty for nothing.
+    """Returns what is wrong with the end of a program that got wrong input, empty if nothing is.
 
     Args:
-        status: that it ended with.
-        errors: its standard error.
-        part: of the line that is expected.
+        status: Exit status of the program.
+        errors: Text on its standard error.
+        part: Part of the expected line.
     """
     lines = errors.splitlines()
     if status != 2:
@@ -257,18 +257,19 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
     """Runs every line as a program of its own, two at a time.
 
     Returns:
-        ``cases``: how many; ``wrong``: command line and what was wrong; ``longest_s``.
+        ``cases``: number of lines; ``wrong``: command line and fault of each wrong end;
+        ``longest_s``: seconds of the slowest program.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
 
     def one(case: tuple[str, str]) -> tuple[str, str, float]:
-        words = [word.replace("{f}", folder) for word in case[0].split(" ")]
+        arguments = [word.replace("{f}", folder) for word in case[0].split(" ")]
         begin_s = time.monotonic()
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "megatron.adaptive", *words],
+                [sys.executable, "-m", "megatron.adaptive", *arguments],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -285,9 +286,9 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="faults-commands-") as folder:
         write_files(Path(folder))
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(one, cases))
+            results = list(pool.map(one, cases))
     return {
-        "cases": len(found),
-        "wrong": {words: why for words, why, _ in found if why},
-        "longest_s": max(seconds for _, _, seconds in found),
+        "cases": len(results),
+        "wrong": {line: why for line, why, _ in results if why},
+        "longest_s": max(seconds for _, _, seconds in results),
     }

@@ -7,9 +7,9 @@
                ├─ agents
                └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
-An agent does all that a node's own does, but for the ranks: what it has to start has started at
-once, and what it has to kill has ended at once. Half of those that are lost close their connection,
-as a killed agent does, the others fall silent, as a machine without power.
+An agent does everything that the agent of a node does, but has no ranks: a rank to start counts as
+started at once, a rank to kill as ended. Half of the lost agents close their connection, as if
+killed; the others fall silent, like a machine without power.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any
 
 import psutil
 
+from harness.processes import run_module
+from harness.report import Result, Row
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.connection import SILENCE_S
@@ -41,8 +43,6 @@ from megatron.adaptive.cluster.manager import Manager
 from megatron.adaptive.cluster.membership import allow_files
 from tests.cluster.jobs import environment
 from tests.multiprocess.launch import ROOT
-from tests.support.ranks import run_module
-from tests.support.report import Result, Row
 
 LAYERS = 8
 FLAGS = (
@@ -64,19 +64,19 @@ def measure(
     """Lets agents join, then loses one percent of them at regular intervals.
 
     Args:
-        agents: how many.
-        minutes: of losing.
-        every_s: from one loss to the next.
-        folder: an empty one, for the job.
-        seed: of who is lost.
-        silent: whether half of those that are lost fall silent; it takes the manager its limit.
+        agents: Number of agents.
+        minutes: Duration of the losses.
+        every_s: Seconds from one loss to the next.
+        folder: Empty folder for the job.
+        seed: Seed of the choice of lost agents.
+        silent: Whether half of the lost agents fall silent, which the manager notices at its limit.
     """
     draw = random.Random(seed)
     checkpoints = folder / "checkpoints"
     manager = _Program("manager", checkpoints, agents)
     clients: list[_Program] = []
     try:
-        share = [agents * at // PROCESSES for at in range(PROCESSES + 1)]
+        share = [agents * index // PROCESSES for index in range(PROCESSES + 1)]
         for first, end in itertools.pairwise(share):
             clients.append(_Program("agents", checkpoints, first, end))
         for client in clients:
@@ -89,7 +89,7 @@ def measure(
         joined_s = max(joined) - begun_s
         started = manager.until(r"epoch 1 \(start\)")
         while not (checkpoints / "elastic" / "state.json").exists():
-            time.sleep(0.1)  # it is written every two seconds
+            time.sleep(0.1)  # the state is written every two seconds
         lost: dict[str, tuple[float, bool]] = {}
         present = [f"n{number}" for number in range(agents)]
         answers_s: list[float] = []
@@ -99,9 +99,9 @@ def measure(
         while time.monotonic() < end_s:
             if time.monotonic() >= next_s:
                 next_s += every_s
-                for at, name in enumerate(draw.sample(present, max(2, agents // 100))):
+                for index, name in enumerate(draw.sample(present, max(2, agents // 100))):
                     present.remove(name)
-                    is_silent = silent and bool(at % 2)
+                    is_silent = silent and bool(index % 2)
                     lost[name] = time.monotonic(), is_silent
                     for client in clients:
                         client.order(**{"silence" if is_silent else "cut": name})
@@ -110,7 +110,7 @@ def measure(
                 answers_s.append(_status_s(checkpoints))
             peak_bytes = max(peak_bytes, process.memory_info().rss)
             time.sleep(0.05)
-        known = manager.found_all(LOST, len(lost), SILENCE_S + 10.0)
+        noticed_s = manager.found_all(LOST, len(lost), SILENCE_S + 10.0)
         cores = (sum(process.cpu_times()[:2]) - used_s) / (time.monotonic() - begun_s)
         morphs = sum(" epoch " in line for _, line in manager.lines) - 1
         manager.process.send_signal(signal.SIGTERM)
@@ -118,11 +118,11 @@ def measure(
     finally:
         for program in (*clients, manager):
             program.close()
-    unknown = [name for name in lost if name not in known]
+    unknown = [name for name in lost if name not in noticed_s]
     late_s = [
-        known[name] - at_s - (SILENCE_S if is_silent else 0.0)
+        noticed_s[name] - at_s - (SILENCE_S if is_silent else 0.0)
         for name, (at_s, is_silent) in lost.items()
-        if name in known
+        if name in noticed_s
     ]
     peak = peak_bytes / 1e9
     rows = [
@@ -162,10 +162,10 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the seconds until the state of the job was printed; checks that it is all there."""
-    words = ["train", "elastic", "--status", checkpoints, "--json"]
+    """Returns the seconds until the state of the job was printed; checks that it is complete."""
+    arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
-    state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
+    state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s
     age_s = time.time() - state["unix_ns"] / 1e9
     if age_s > 10.0 or not state["machines"]:
@@ -174,7 +174,7 @@ def _status_s(checkpoints: Path) -> float:
 
 
 class _Program:
-    """A process of this file with what it prints, and when it did."""
+    """A process of this file, and the lines that it prints with their times."""
 
     def __init__(self, *words: object) -> None:
         self.words = words
@@ -217,12 +217,12 @@ class _Program:
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
         """Waits for this number of names in the output; returns the arrival time of each."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
-        while len(found) < count and time.monotonic() < end_s:
-            found = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
+        while len(times) < count and time.monotonic() < end_s:
+            times = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
             time.sleep(0.1)
-        return found
+        return times
 
     def close(self) -> None:
         """Kills the process, and closes its pipes."""
@@ -234,7 +234,7 @@ class _Program:
 
 
 def manage(checkpoints: Path, nodes: int) -> None:
-    """Is the manager."""
+    """Runs the manager."""
     spec = JobSpec(
         script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
@@ -277,7 +277,11 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Closes the connection, or stops its heartbeats if ``silently``."""
+        """Closes the connection, or only stops the heartbeats.
+
+        Args:
+            silently: Whether to stop the heartbeats.
+        """
         self.is_silent = True
         assert self._link is not None
         if silently:
@@ -288,7 +292,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Stands for a process that has ended, and for what is written to it."""
+    """Stands for a process that has ended and for its input."""
 
     returncode = 0
 
@@ -300,7 +304,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Is some hundred agents; does what lines of JSON on its standard input say."""
+    """Runs some hundred agents, with orders in JSON lines on standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -327,7 +331,7 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
         done, _ = await asyncio.wait([joined, *serving], return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            await one  # an agent that ends now was refused
+            await one  # raises if the agent was refused
         _print(joined=time.monotonic())
         async for line in reader:
             for what, name in json.loads(line).items():
@@ -343,13 +347,13 @@ def _print(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
-def main(words: Sequence[str]) -> None:
-    """Is the manager, or agents."""
-    checkpoints = Path(words[1])
-    if words[0] == "manager":
-        manage(checkpoints, int(words[2]))
+def main(arguments: Sequence[str]) -> None:
+    """Runs the manager or agents."""
+    checkpoints = Path(arguments[1])
+    if arguments[0] == "manager":
+        manage(checkpoints, int(arguments[2]))
     else:
-        asyncio.run(attend(checkpoints, int(words[2]), int(words[3])))
+        asyncio.run(attend(checkpoints, int(arguments[2]), int(arguments[3])))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Damages to checkpoints of the trainer and of a ``Pipeline``: each is found, and its file named.
 
-Checkpoints of several shapes are trained once. Each damage is done in place, looked for by what
-``checkpoint verify`` does, and undone. A sample of them is loaded, by the trainer and by a Pipeline
-in a process of their own: that must be refused with the same answer. Blocks are checked as they are
-read, so a refused load may have filled some weights: ``is_changed`` says so.
+Checkpoints of several shapes are trained once. Each damage is made in place, searched as
+``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in a process of its
+own, load a sample of them and must refuse it with the same message. Blocks are checked while they
+are read, so a refused load may have filled some weights: ``is_changed`` says so.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.gpt_ranks import GptRank
+from harness.report import Result, Row, measured
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from megatron.adaptive.errors import AdaptiveError
 from tests.cluster.jobs import FLAGS, TRAINER
 from tests.multiprocess.launch import ROOT, torchrun
-from tests.support.ranks import LoadingRank
-from tests.support.report import Result, Row, measured
 
 KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
@@ -35,7 +35,8 @@ STEPS, SAMPLES = 4, 4
 USED = "used: "
 LIMIT_S = 300.0
 _ALONE = [*FLAGS, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "1"]
-_ALONE += ["--make-vocab-size-divisible-by", "32"]  # as many rows in every shape
+# The flag gives the vocabulary the same number of rows in every shape.
+_ALONE += ["--make-vocab-size-divisible-by", "32"]
 _SHAPES = {
     "trainer-1": (1, ()),
     "trainer-pp2": (2, ("--pipeline-model-parallel-size", "2")),
@@ -44,7 +45,7 @@ _SHAPES = {
     "pipeline-1": (1, ()),
     "pipeline-2": (2, ()),
 }
-"""Ranks, and flags of the trainer."""
+"""Number of ranks and flags of the trainer, by name of a shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class Saved:
     """A complete checkpoint.
 
     Attributes:
-        folder: of checkpoints.
-        step: that it is of.
-        is_pipeline: whether a ``Pipeline`` made it.
+        folder: Folder of checkpoints.
+        step: Step of this checkpoint.
+        is_pipeline: Whether a ``Pipeline`` saved it.
     """
 
     folder: str
@@ -63,11 +64,11 @@ class Saved:
 
     @property
     def steps(self) -> StepFolders:
-        """Returns the folder as loading has it."""
+        """Returns the folder as the loader reads it."""
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Looks for damages as ``checkpoint verify`` does; returns what it says of them."""
+        """Looks for damages as ``checkpoint verify`` does; returns its report."""
         return "\n".join(self.steps.verify(self.step))
 
 
@@ -82,39 +83,41 @@ def measure(
     """Damages checkpoints.
 
     Args:
-        folder: an empty one, for checkpoints.
-        damages: how many.
-        whole: undamaged checkpoints that are looked at.
-        loads: damages that are also loaded.
-        seed: of the first; others follow.
-        shapes: names of those that are trained in.
+        folder: Empty folder for checkpoints.
+        damages: Number of damages.
+        whole: Number of undamaged checkpoints that are verified.
+        loads: Number of damages that are also loaded.
+        seed: Seed of the first damage; others follow.
+        shapes: Names of the shapes.
     """
     every = make_checkpoints(folder, shapes)
     seeds = range(seed, seed + damages)
     answers: dict[int, tuple[set[str], str]] = {}
     times_s = []
     for number in seeds:
-        with damaged(every, number) as (saved, names, what):
+        with damaged(every, number) as (saved, names, description):
             begun_s = time.perf_counter()
             error = saved.verify()
             times_s.append(time.perf_counter() - begun_s)
             answers[number] = names, error
             if not error:
-                print(f"not found: {what}")
+                print(f"not found: {description}")
     alarms = [error for number in range(whole) if (error := every[number % len(every)].verify())]
     loaded = load_damaged(folder, every, random.Random(seed).sample(list(seeds), loads))
-    found = [number for number, (_, error) in answers.items() if error]
+    detected = [number for number, (_, error) in answers.items() if error]
     named = [
-        number for number in found if any(name in answers[number][1] for name in answers[number][0])
+        number
+        for number in detected
+        if any(name in answers[number][1] for name in answers[number][0])
     ]
-    late = [one for one in loaded if not one["error"] or one["error"].startswith(USED)]
-    unlike = [one for one in loaded if bool(one["error"]) != bool(answers[one["seed"]][1])]
-    kinds = Counter(KINDS[number % len(KINDS)] for number in set(seeds) - set(found))
+    late = [load for load in loaded if not load["error"] or load["error"].startswith(USED)]
+    unlike = [load for load in loaded if bool(load["error"]) != bool(answers[load["seed"]][1])]
+    kinds = Counter(KINDS[number % len(KINDS)] for number in set(seeds) - set(detected))
     missed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     rows = [
         Row(
             what=f"{damages} random damages to checkpoints: found",
-            value=100 * len(found) / damages,
+            value=100 * len(detected) / damages,
             unit="%",
             goal=100,
             least=True,
@@ -122,7 +125,7 @@ def measure(
         ),
         Row(
             what="and the damaged file is named",
-            value=100 * len(named) / max(1, len(found)),
+            value=100 * len(named) / max(1, len(detected)),
             unit="%",
             goal=100,
             least=True,
@@ -132,7 +135,7 @@ def measure(
             what=f"{loads} of them loaded: used, or found otherwise than above",
             value=len(late) + len(unlike),
             goal=0,
-            note="; ".join(one["error"] or "loaded" for one in (late + unlike)[:1])[:200],
+            note="; ".join(load["error"] or "loaded" for load in (late + unlike)[:1])[:200],
         ),
         measured("time to look at a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
     ]
@@ -141,7 +144,7 @@ def measure(
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
     """Trains in each shape; returns all checkpoints, two of each."""
-    found = []
+    checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
         target, is_pipeline = folder / name, name.startswith("pipeline")
@@ -149,22 +152,22 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
         saved = target / "checkpoints"
         if is_pipeline:
             more = {"folder": str(saved), "save_interval": STEPS // 2, "state": True}
-            words = [str(STEPS), str(SAMPLES), str(target), json.dumps(more)]
+            arguments = [str(STEPS), str(SAMPLES), str(target), json.dumps(more)]
         else:
-            words = [*_ALONE, *flags, "--save", str(saved), "--save-interval", str(STEPS // 2)]
+            arguments = [*_ALONE, *flags, "--save", str(saved), "--save-interval", str(STEPS // 2)]
         script = SCRIPT if is_pipeline else TRAINER
-        torchrun(script, words, world_size=ranks, log=target / "log.txt", limit_s=LIMIT_S)
+        torchrun(script, arguments, world_size=ranks, log=target / "log.txt", limit_s=LIMIT_S)
         for step in (STEPS // 2, STEPS):
-            found.append(Saved(folder=str(saved), step=step, is_pipeline=is_pipeline))
-    return found
+            checkpoints.append(Saved(folder=str(saved), step=step, is_pipeline=is_pipeline))
+    return checkpoints
 
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Damages one of some checkpoints, and mends it again.
+    """Damages one of some checkpoints, and repairs it afterwards.
 
     Yields:
-        The checkpoint, the names of its files that are damaged, and what was done.
+        The checkpoint, the names of its damaged files, and a description of the damage.
     """
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
@@ -172,7 +175,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [one for one in sorted(folder.iterdir()) if one.stat().st_size]
-    # As many in small files as in the bytes of large ones.
+    # Half of the damages hit all files alike, half hit them in proportion to their size.
     sizes = [one.stat().st_size for one in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
@@ -185,11 +188,11 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
         path.write_bytes(before[other])
         other.write_bytes(before[path])
         names.add(other.name)
-        what = f"swapped with {other.parent.name}/{other.name}"
+        description = f"swapped with {other.parent.name}/{other.name}"
     else:
-        what = damage(path, kind, draw)
+        description = damage(path, kind, draw)
     try:
-        yield saved, names, f"{folder}/{path.name} {what}"
+        yield saved, names, f"{folder}/{path.name} {description}"
     finally:
         for one, content in before.items():
             one.write_bytes(content)
@@ -199,24 +202,24 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
     """Damages a file in place.
 
     Args:
-        path: of the file; not empty.
-        kind: ``bit``, ``byte``, ``zeros`` (some other byte if there are zeros already),
-            ``truncated`` or ``missing``.
-        draw: random numbers.
+        path: Path of the file, which is not empty.
+        kind: Kind of damage: ``bit``, ``byte``, ``zeros`` (another byte if there are zeros
+            already), ``truncated`` or ``missing``.
+        draw: Generator of random numbers.
 
     Returns:
-        What was done, in words.
+        A description of the damage.
     """
     size = path.stat().st_size
-    at = draw.randrange(size)
+    offset = draw.randrange(size)
     if kind == "missing":
         path.unlink()
         return "is missing"
     if kind == "truncated":
-        os.truncate(path, at)
-        return f"was cut to {at} of {size} bytes"
+        os.truncate(path, offset)
+        return f"was cut to {offset} of {size} bytes"
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         before = file.read(draw.choice((16, 512, 4096)) if kind == "zeros" else 1)
         if kind == "bit":
             after = bytes([before[0] ^ 1 << draw.randrange(8)])
@@ -224,9 +227,9 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
             after = bytes(len(before))
         else:
             after = bytes([before[0] ^ draw.randrange(1, 256)])
-        file.seek(at)
+        file.seek(offset)
         file.write(after)
-    return f"has another {kind} at {at} of {size} bytes"
+    return f"has another {kind} at {offset} of {size} bytes"
 
 
 def load_damaged(
@@ -235,26 +238,26 @@ def load_damaged(
     """Loads damaged checkpoints in processes of their own.
 
     Returns:
-        For each its ``seed``, ``error``, empty where it was loaded, and ``is_changed``, whether a
-        weight was.
+        For each its ``seed``, its ``error``, empty if it was loaded, and ``is_changed``, whether a
+        weight changed.
     """
-    found: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
     for is_pipeline in (False, True):
-        given = folder / f"loads-{is_pipeline}.json"
-        own = []
+        order_file = folder / f"loads-{is_pipeline}.json"
+        numbers = []
         for number in seeds:
             if random.Random(number).choice(every).is_pipeline == is_pipeline:
-                own.append(number)
-        order = {"saved": [asdict(one) for one in every], "seeds": own}
-        given.write_text(json.dumps({**order, "is_pipeline": is_pipeline}))
+                numbers.append(number)
+        order = {"saved": [asdict(saved) for saved in every], "seeds": numbers}
+        order_file.write_text(json.dumps({**order, "is_pipeline": is_pipeline}))
         log = folder / f"loads-{is_pipeline}.txt"
-        torchrun(Path(__file__), [str(given)], world_size=1, log=log, limit_s=LIMIT_S)
-        found += json.loads(given.read_text())
-    return found
+        torchrun(Path(__file__), [str(order_file)], world_size=1, log=log, limit_s=LIMIT_S)
+        loads += json.loads(order_file.read_text())
+    return loads
 
 
 def _load_all(path: Path) -> None:
-    """Is the process that loads: each damaged one, and before and after all of them a whole one."""
+    """Loads damaged checkpoints in this process, and a whole one before and after them."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -264,7 +267,7 @@ def _load_all(path: Path) -> None:
     kind = [one for one in every if one.is_pipeline == order["is_pipeline"]]
     loader = _PipelineLoader() if order["is_pipeline"] else _TrainerLoader()
     loader.load(kind[0])
-    found = []
+    loads = []
     for number in order["seeds"]:
         with damaged(every, number) as (saved, _, _):
             before, error = loader.weights(), ""
@@ -272,25 +275,25 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # of a file that was used as it is
+            except Exception as failure:  # a damaged file was used
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
-            found.append({"seed": number, "error": error, "is_changed": is_changed})
+            loads.append({"seed": number, "error": error, "is_changed": is_changed})
             if is_changed or not error:
                 loader.load(kind[0])
     for one in kind:
         loader.load(one)
     loader.close()
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(loads))
 
 
 class _TrainerLoader:
     def __init__(self) -> None:
-        self._rank = LoadingRank(_ALONE)
+        self._rank = GptRank(_ALONE)
         self.close = self._rank.close
 
     def load(self, saved: Saved) -> None:
-        progress = self._rank.load(saved.step, load=saved.folder)
+        progress = self._rank.load(ckpt_step=saved.step, load=saved.folder)
         assert progress is not None
         assert progress.iteration == saved.step
 
@@ -321,10 +324,10 @@ class _PipelineLoader:
 
 
 def _sum_of(tensors: Any) -> int:
-    found = 0
-    for one in tensors:
-        found = zlib.crc32(one.detach().contiguous().numpy().tobytes(), found)
-    return found
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)
+    return checksum
 
 
 if __name__ == "__main__":

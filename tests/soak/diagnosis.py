@@ -1,12 +1,12 @@
-"""Measures how right the diagnosis and the figures of traces are, against limits.
+"""Compares the diagnosis and the figures of traces with the truth.
 
     python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``detection``, how often the diagnosis names the right fault in made-up runs; ``real``, the
-same in processes that work by sleeping; ``clock``, how far processes with wrong clocks are apart
-after alignment; ``bubble``, the bubble of a trace against the true one; ``aggregate``, figures of
-ten million spans; ``repairs``, twelve repairs that the what-if predicts, done in processes that
-work by sleeping. Exits with status 1 if a limit is missed.
+Parts: ``detection``, the share of synthetic runs in which the diagnosis names the right fault;
+``real``, the same in processes that sleep instead of computing; ``clock``, the errors of wrong
+clocks after alignment; ``bubble``, the bubble of a trace beside the true one; ``aggregate``, the
+figures of ten million spans; ``repairs``, twelve repairs that the what-if predicts, made in
+processes that sleep. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from tests.soak.tracing import aggregate, cases, clocks, repairs  # noqa: E402
 from tests.soak.tracing import slept_runs as emulated  # noqa: E402
 from tests.soak.tracing.cases import WEAK, Outcome  # noqa: E402
-from tests.support.report import Result, Row, measure, measured, parser_of  # noqa: E402
 
 MILLION = 1_000_000
 
 
 def of_detection(options: argparse.Namespace) -> Result:
     """Part ``detection``."""
-    found = list(cases.outcomes(40 if options.quick else 200, options.seed))
-    facts = {"detection": [vars(outcome) for outcome in found]}
-    return Result(rows=_rates("made-up", found), facts=facts)
+    results = list(cases.outcomes(40 if options.quick else 200, options.seed))
+    facts = {"detection": [vars(outcome) for outcome in results]}
+    return Result(rows=_rates("made-up", results), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
     """Part ``real``."""
-    found = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
-    facts = {"real": [vars(outcome) for outcome in found]}
-    return Result(rows=_rates("real", found), facts=facts)
+    results = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
+    facts = {"real": [vars(outcome) for outcome in results]}
+    return Result(rows=_rates("real", results), facts=facts)
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Rows of the shares of right answers."""
+    """Returns the rows of the shares of right answers."""
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"
@@ -53,18 +53,18 @@ def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
         ({WEAK}, f"x1.1, {right_cause}", 0.80),
         ({"quiet"}, "false alarms in quiet runs", 0.02),
     ):
-        found = [o for o in outcomes if o.group in groups]
+        matching = [o for o in outcomes if o.group in groups]
         is_quiet = "quiet" in groups
-        count = sum(o.right != is_quiet for o in found)
-        wrong = sorted({f"{o.group} {o.case.get('number', '')}" for o in found if not o.right})
+        count = sum(o.right != is_quiet for o in matching)
+        wrong = sorted({f"{o.group} {o.case.get('number', '')}" for o in matching if not o.right})
         rows.append(
             Row(
                 what=f"detection, {kind}: {text}",
-                value=count / len(found) if found else None,
+                value=count / len(matching) if matching else None,
                 goal=goal,
                 least=not is_quiet,
-                note=f"{count} of {len(found)} runs" + (f"; not {wrong[:6]}" if wrong else ""),
-                optional=not found,
+                note=f"{count} of {len(matching)} runs" + (f"; not {wrong[:6]}" if wrong else ""),
+                optional=not matching,
             )
         )
     return rows
@@ -72,29 +72,29 @@ def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
 
 def of_clock(options: argparse.Namespace) -> Result:
     """Part ``clock``."""
-    found = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
+    result = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
     rows = [
         measured(
             "clock: median error, offsets of 5 s and drifts of 50 ppm",
-            found["error_us"],
+            result["error_us"],
             unit="us",
             goal=50,
         ),
-        measured("clock: error of the drift", found["drift_error_ppm"], unit="ppm"),
+        measured("clock: error of the drift", result["drift_error_ppm"], unit="ppm"),
     ]
-    return Result(rows=rows, facts={"clock": found})
+    return Result(rows=rows, facts={"clock": result})
 
 
 def of_bubble(options: argparse.Namespace) -> Result:
     """Part ``bubble``."""
     rows, facts = [], {}
-    for what, half_s in emulated.HALF_S.items():
+    for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
-        facts[what] = errors
+        facts[title] = errors
         note = f"trace minus truth: {', '.join(f'{error:+.2f}' for error in errors)}"
         rows.append(
             measured(
-                f"bubble: trace against emulated truth, {what}",
+                f"bubble: trace against emulated truth, {title}",
                 [abs(error) for error in errors],
                 unit="points",
                 goal=0.5,
@@ -105,16 +105,16 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Part ``aggregate``; the short form reads fewer spans in as much less time."""
+    """Part ``aggregate``; the short form has fewer spans and a shorter limit."""
     spans = MILLION if options.quick else 10 * MILLION
-    found = aggregate.measure(spans)
-    note = f"{found['spans']:.0f} spans of {aggregate.RANKS} ranks"
+    result = aggregate.measure(spans)
+    note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"
     rows = [
-        measured("aggregate: figures", [found["read_s"]], unit="s", goal=60, note=note),
-        measured("aggregate: memory", [found["peak_bytes"] / 1e9], unit="GB", goal=4),
-        measured("aggregate: diagnosis", [found["diagnose_s"]], unit="s", note="one process"),
+        measured("aggregate: figures", [result["read_s"]], unit="s", goal=60, note=note),
+        measured("aggregate: memory", [result["peak_bytes"] / 1e9], unit="GB", goal=4),
+        measured("aggregate: diagnosis", [result["diagnose_s"]], unit="s", note="one process"),
     ]
-    return Result(rows=rows, facts={"aggregate": found})
+    return Result(rows=rows, facts={"aggregate": result})
 
 
 def of_repairs(options: argparse.Namespace) -> Result:
@@ -122,14 +122,14 @@ def of_repairs(options: argparse.Namespace) -> Result:
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(
-        f"{one.what.strip(': ')} ({one.job}): {1e3 * one.before_s:.0f} ms, predicted "
-        f"{1e3 * one.predicted_s:.0f}, real {1e3 * one.real_s:.0f}"
-        for one in done
+        f"{repair.what.strip(': ')} ({repair.job}): {1e3 * repair.before_s:.0f} ms, predicted "
+        f"{1e3 * repair.predicted_s:.0f}, real {1e3 * repair.real_s:.0f}"
+        for repair in done
     )
     rows = [
         measured(
             f"repairs: median error of the predicted step, {len(done)} done for real",
-            [one.error for one in done],
+            [repair.error for repair in done],
             goal=0.03,
             note=note,
         ),
@@ -141,7 +141,7 @@ def of_repairs(options: argparse.Namespace) -> Result:
             note=f"{right} of {pairs}",
         ),
     ]
-    return Result(rows=rows, facts={"repairs": [vars(one) for one in done]})
+    return Result(rows=rows, facts={"repairs": [vars(repair) for repair in done]})
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {

@@ -1,16 +1,16 @@
-"""Measures what changing the shape of a job costs, and whether its losses notice.
+"""Measures changes of a job's shape, and compares its losses with those of an unchanged job.
 
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
-Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
-node that is killed; ``start``, the time of process start, import and load under torchrun, which a
-morph is measured by; ``copies``, how many steps a node that is killed at a random moment costs
-while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that are
-killed, stopped, cut off and filled up at random, after each of which the job must go on or end with
-the reason; ``repartition``, the share that a slow rank regains by giving layers away, and the time
-of moving one; ``pieces``, steps of models with cut points as predicted from a profile and as
-measured. Exits with status 1 if a limit is missed.
+Parts: ``morphs``, six planned changes of shape and a killed node, for a small GPT on four processes
+of this machine; ``start``, the time of process start, import and load under torchrun, with which a
+change is compared; ``copies``, the number of steps that are lost with a node that is killed at a
+random moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root)
+that are killed, stopped, cut off and filled up at random, after which the job must continue or end
+with the reason; ``repartition``, the share of a slow rank's delay that moving layers regains, and
+the time of a move; ``pieces``, measured steps of models with cut points beside those predicted from
+a profile. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.processes import train  # noqa: E402
+from harness.report import Result, Row, measure, parser_of  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 from tests.soak.lost_nodes import soaked  # noqa: E402
 from tests.soak.pieces import pieces  # noqa: E402
 from tests.soak.repartition import repartition  # noqa: E402
-from tests.support.ranks import train  # noqa: E402
-from tests.support.report import Result, Row, measure, parser_of  # noqa: E402
 
 PARTS = ("morphs", "start", "copies", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds a morph by a start, where both were measured."""
+    """Adds the time of a morph over that of a start, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
@@ -77,7 +77,7 @@ def compare(total: Result) -> None:
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:
-    """Changes the job through its shapes."""
+    """Changes the shape of a job several times."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
     try:
@@ -94,10 +94,10 @@ def morphs(folder: Path, *, quick: bool) -> Result:
     finally:
         job.close()
     epochs = job.state()["epochs"]
-    planned = [one for one in epochs[1:-1] if "whole" in one["phases_s"]]
-    for one in epochs[1:]:
-        parts = [f"{n} {one['phases_s'][n]:.2f}" for n in PHASES if n in one["phases_s"]]
-        print(f"{one['shape']:28} {one['reason'][:36]:36} {', '.join(parts)} s")
+    planned = [epoch for epoch in epochs[1:-1] if "whole" in epoch["phases_s"]]
+    for epoch in epochs[1:]:
+        parts = [f"{n} {epoch['phases_s'][n]:.2f}" for n in PHASES if n in epoch["phases_s"]]
+        print(f"{epoch['shape']:28} {epoch['reason'][:36]:36} {', '.join(parts)} s")
     lines = [line for line in job.lines() if "iteration" in line]
     last = max(line["iteration"] for line in lines)
     expected = job.undisturbed(folder / "undisturbed", SAVE_INTERVAL, last)
@@ -107,17 +107,17 @@ def morphs(folder: Path, *, quick: bool) -> Result:
         if line["iteration"] > SAVE_INTERVAL
     )
     missing = set(range(1, last + 1)) - {line["iteration"] for line in lines}
-    lost = sum(one["lost_steps"] for one in epochs[1:-1]) + len(missing)
+    lost = sum(epoch["lost_steps"] for epoch in epochs[1:-1]) + len(missing)
     facts = {
-        "morph_s": statistics.median(one["phases_s"]["whole"] for one in planned),
-        "morphs": [{"shape": one["shape"], **one["phases_s"]} for one in epochs[1:]],
+        "morph_s": statistics.median(epoch["phases_s"]["whole"] for epoch in planned),
+        "morphs": [{"shape": epoch["shape"], **epoch["phases_s"]} for epoch in epochs[1:]],
         "lost_without_notice": epochs[-1]["lost_steps"],
         "steps": last,
     }
     note = f"{last} steps, {len(missing)} missing"
-    what = "largest difference of a loss to an undisturbed run"
+    title = "largest difference of a loss to an undisturbed run"
     rows = [
-        Row(what=what, value=worst, goal=GOAL_LOSS, note=note),
+        Row(what=title, value=worst, goal=GOAL_LOSS, note=note),
         Row(what="steps lost after a notice", value=lost, goal=0),
         Row(what="steps lost with a node", value=epochs[-1]["lost_steps"]),
         Row(what="a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
@@ -126,7 +126,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines, and waits for some steps on them and for the times of the change."""
+    """Changes the machines, and waits for some steps on them and the report of the change."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -134,26 +134,26 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Times four processes under torchrun from their start to a loaded model."""
-    saved, words = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
+    """Measures four processes under torchrun from their start to a loaded model."""
+    saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
-    train([*words, *shape], folder / "first", 4, LIMIT_S)
+    train([*command, *shape], folder / "first", 4, LIMIT_S)
     begin_ns = time.time_ns()
     again = ["--load", str(saved), "--exit-interval", "1"]
-    lines = train([*words, *again], folder / "second", 4, LIMIT_S)
+    lines = train([*command, *again], folder / "second", 4, LIMIT_S)
     loaded_ns = next(line["unix_ns"] for line in lines if "loaded_s" in line)
     took_s = (loaded_ns - begin_ns) / 1e9
-    what = "process start, import and load under torchrun"
-    return Result(rows=[Row(what=what, value=took_s, unit="s")], facts={"start_s": took_s})
+    title = "process start, import and load under torchrun"
+    return Result(rows=[Row(what=title, value=took_s, unit="s")], facts={"start_s": took_s})
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that a node costs that is lost while its state is copied."""
+    """Counts the steps that are lost with a node whose state is copied."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random moment of a step, and lets another take its place."""
+    """Kills a node at a random moment of a step, and adds another."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -183,7 +183,7 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
 def _is_present(job: ElasticJob, name: str) -> bool:
     """Returns whether the job's state lists a node as present."""
     machines = job.state().get("machines", [])
-    return any(one["name"] == name and one["status"] == "present" for one in machines)
+    return any(machine["name"] == name and machine["status"] == "present" for machine in machines)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:

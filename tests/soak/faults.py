@@ -1,17 +1,16 @@
-"""Measures what damages, strangers, lost nodes and full disks do to a job.
+"""Exposes jobs to damages, strangers, lost nodes and full disks, and counts the effects.
 
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
-and loaded; ``leases``, jobs that begin on one folder, and
-holders of it that are killed; ``strangers``, who talk to all that listens during real jobs;
-``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
-``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
-``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it; ``hangs``, jobs that stand still, and
-what is said of them; ``interrupts``, jobs of all kinds whose processes are interrupted and killed
-at random moments. A part that fails is a goal missed, and the others are measured all the same.
-Exits with status 1 where a goal is missed.
+Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, which are
+searched and loaded; ``leases``, jobs that begin on one folder, and killed holders of it;
+``strangers``, who talk to all listeners of real jobs; ``secrets``, planted secrets, searched as
+another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
+thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
+needs root) that are killed, stopped, cut off and filled up, with full disks of traces and flipped
+bits in checkpoints; ``hangs``, jobs that stand still, and their messages; ``interrupts``, jobs of
+all kinds whose processes are interrupted and killed at random moments. A part that fails counts as
+a missed goal, and the others run. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 from tests.soak import (  # noqa: E402
     commands,
     control_plane,
@@ -36,7 +36,6 @@ from tests.soak import (  # noqa: E402
     strangers,
 )
 from tests.soak.lost_nodes import end_in_order, soaked  # noqa: E402
-from tests.support.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 
 PARTS = (
     *("damages", "leases", "strangers", "secrets", "commands", "control", "soak"),
@@ -45,8 +44,8 @@ PARTS = (
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
-def main(words: list[str] | None = None) -> int:
-    """Measures as the command line says; returns the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the parts that the command line names; returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
     parser.add_argument(
@@ -55,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
     parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
     parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
@@ -96,25 +95,25 @@ def main(words: list[str] | None = None) -> int:
 
 def look_for_secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
-    found = planted_secrets.measure(seed)
-    if found["seen"] < 2 or found["arrived"] < found["jobs"]:
-        raise RuntimeError(f"the jobs or the scanner did not work: {found}")
-    note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
-    note = one_line("; ".join([note, *found["skipped"], *found["found"]]))
-    what = "secrets found in command lines, files, logs, pages"
-    rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
-    return Result(rows=rows, facts={"secrets": found})
+    result = planted_secrets.measure(seed)
+    if result["seen"] < 2 or result["arrived"] < result["jobs"]:
+        raise RuntimeError(f"the jobs or the scanner did not work: {result}")
+    note = f"{result['commands']} command lines, {result['files']} files, {result['jobs']} jobs"
+    note = one_line("; ".join([note, *result["skipped"], *result["found"]]))
+    title = "secrets found in command lines, files, logs, pages"
+    rows = [Row(what=title, value=len(result["found"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"secrets": result})
 
 
 def give_wrong_commands() -> Result:
     """Gives wrong command lines and files."""
-    found = commands.measure()
-    note = f"the slowest took {found['longest_s']:.1f} s"
-    wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
+    result = commands.measure()
+    note = f"the slowest took {result['longest_s']:.1f} s"
+    wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]
     note = one_line("; ".join([note, *wrong]))
-    what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
-    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note)]
-    return Result(rows=rows, facts={"commands": found})
+    title = f"{result['cases']} wrong command lines and files: other ends than one line, status 2"
+    rows = [Row(what=title, value=len(result["wrong"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"commands": result})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Tower(torch.nn.Module):
     """Some layers with a cut point after each.
 
     Args:
-        layers: how many.
+        layers: Number of layers.
     """
 
     def __init__(self, layers: int) -> None:
@@ -43,8 +43,8 @@ class Rows(Dataset[torch.Tensor]):
     """Random samples; those of one step come from a disk that does not answer.
 
     Args:
-        fault: the hang.
-        count: of samples.
+        fault: Description of the hang.
+        count: Number of samples.
     """
 
     def __init__(self, fault: Fault, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The trainer, one rank of which hangs in a way and at an iteration that ``HANG`` says in JSON.
+"""The trainer with one rank that hangs; the variable ``HANG`` describes the hang in JSON.
 
 ``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``; steps take ``step_s`` longer.
 """
@@ -34,10 +34,10 @@ LOCK = threading.Lock()
 
 
 class Fault:
-    """Brings about what this rank does wrong, if it is the one.
+    """Makes this rank hang, if it is the chosen one.
 
     Args:
-        given: as ``HANG`` has it.
+        given: Content of ``HANG``.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Fault:
         self.pauses = Pauses(given) if given["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Notes that a step begins."""
+        """Records that a step begins."""
         time.sleep(self.given.get("step_s", 0.0))
         self.is_due = iteration == self.given["iteration"]
         self.is_past = iteration >= self.given["iteration"]
@@ -58,7 +58,7 @@ class Fault:
             dist.barrier()
 
     def put(self) -> None:
-        """Changes what the trainer calls."""
+        """Replaces functions of the trainer, so that the hang begins at its time."""
         if self.given["machines"] > 1:
             split_machines(self.given["machines"])
         train, perform, fetch = Step.train, Executor._perform, MicrobatchLoader._fetch
@@ -102,7 +102,7 @@ class Fault:
             os.fsync = sync
 
     def hang(self) -> None:
-        """Does it, within a step."""
+        """Hangs, within a step."""
         if self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "lock":
@@ -117,12 +117,12 @@ class Fault:
 
 
 class Pauses:
-    """Lets a job pause in ways that are no hang: its limit never passes without a sign of life.
+    """Pauses a job in ways that are no hang: ranks give a sign of life before the limit.
 
     All ranks draw the same pauses; in most of them, one is busy and the others wait for it.
 
     Args:
-        given: as ``HANG`` has it; ``rank`` is the seed.
+        given: Content of ``HANG``, whose ``rank`` is the seed.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class Pauses:
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 
     def begins(self, iteration: int) -> None:
-        """Pauses before a step; the first one is long, as where programs are compiled."""
+        """Pauses before a step; the first pause is long, as if programs were compiled."""
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
@@ -158,7 +158,7 @@ class Pauses:
 
 
 def compute(long_s: float) -> None:
-    """Uses a part of a processor for so long."""
+    """Uses a part of a processor for a number of seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()
@@ -168,7 +168,7 @@ def compute(long_s: float) -> None:
 
 
 def write(path: Path, long_s: float) -> None:
-    """Writes a file for so long."""
+    """Writes a file for a number of seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         path.write_bytes(bytes(1 << 19))
@@ -176,39 +176,39 @@ def write(path: Path, long_s: float) -> None:
 
 
 def split_machines(count: int) -> None:
-    """Lets ranks count as of so many machines, the first ones of the first."""
+    """Assigns ranks to a number of machines in their order."""
     here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
-        place = here(pp_rank)
-        return {**place, "machine": f"{place['machine']} {rank * count // size}"}
+        location = here(pp_rank)
+        return {**location, "machine": f"{location['machine']} {rank * count // size}"}
 
     executor_setup.here = elsewhere
 
 
 def wander() -> None:
-    """Does not go where the others wait."""
+    """Sleeps elsewhere while the other ranks wait in a collective."""
     time.sleep(100_000)
 
 
 def keep() -> None:
-    """Keeps a lock."""
+    """Takes a lock and keeps it."""
     with LOCK:
         time.sleep(100_000)
 
 
 def read_for_ever(folder: str) -> None:
-    """Opens a file of a disk that does not answer: a pipe that nobody writes to."""
+    """Reads a pipe without a writer, which stands for a disk that does not answer."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()
 
 
 def choose_order() -> None:
-    """Gives this rank the schedule file that is its own, if there is one."""
-    at = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
-    if at and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
-        sys.argv[at] = sys.argv[at].replace("order.csv", "other.csv")
+    """Uses the schedule file of this rank, if there is one."""
+    index = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
+    if index and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
+        sys.argv[index] = sys.argv[index].replace("order.csv", "other.csv")
 
 
 if __name__ == "__main__":

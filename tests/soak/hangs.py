@@ -1,8 +1,8 @@
 """Jobs of the trainer that stand still, each for one known reason, and jobs that do not.
 
-Each kind is brought about in one rank (``hanging_trainer.py``) by what really causes it, but for
-two: a cut network, whose messages the sender drops, and disks of data and checkpoints that do not
-answer, for which a pipe that nobody writes to stands.
+In one rank (``hanging_trainer.py``) the real cause of each kind acts, with two exceptions: for a
+cut network the sender drops its messages, and for disks of data and checkpoints that do not answer
+the rank reads a pipe without a writer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, Ranks, forkserver
-from tests.support.report import Result, Row, one_line
 
 KINDS = (
     *("stopped", "collective", "reader", "disk", "schedule", "network", "lock"),
@@ -39,7 +39,7 @@ CAUSES = {
     "interpreter lock": "holds the interpreter's lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
-"""Ranks, pipeline ranks, tensor-parallel ranks."""
+"""Numbers of ranks, pipeline ranks and tensor-parallel ranks."""
 TRAINER = Path(__file__).with_name("hanging_trainer.py")
 LIMIT_S = 240.0
 
@@ -49,14 +49,14 @@ class Case:
     """A job with one hang.
 
     Attributes:
-        kind: of the hang; ``none`` for a job without one.
-        shape: of :data:`SHAPES`.
-        rank: where it is.
-        iteration: when.
-        action: position within the step's actions.
-        after_s: ``--hang-after-s``.
-        machines: that the ranks count as of.
-        program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
+        kind: Kind of the hang; ``none`` for a job without one.
+        shape: Shape of the job, one of :data:`SHAPES`.
+        rank: Rank that hangs.
+        iteration: Iteration in which it hangs.
+        action: Position of the hang among the step's actions.
+        after_s: Value of ``--hang-after-s``.
+        machines: Number of machines to which the ranks are assigned.
+        program: Program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
     """
 
     kind: str
@@ -75,24 +75,24 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns so many hangs, of all kinds in turn."""
+    """Returns a number of hangs, of all kinds in turn."""
     draw = random.Random(seed)
-    found = []
+    hangs = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        many = [one for one in SHAPES if one[1] > 1] if kind in _OF_PIPELINES else SHAPES
+        many = [shape for shape in SHAPES if shape[1] > 1] if kind in _OF_PIPELINES else SHAPES
         shape = many[number // len(KINDS) % len(many)]
         ranks, stages, _ = shape
         rank = draw.randrange(ranks)
-        if kind == "reader":  # of the first stage or the last
+        if kind == "reader":  # only the first and the last stage read data
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        if kind == "schedule":  # of any stage but the first, whose order contradicts no other
+        if kind == "schedule":  # the first stage's order contradicts no other
             shape = (ranks, stages, 1)
             rank = draw.randrange(ranks // stages, ranks)
         program = "trainer"
         if kind in _ALSO_OF_A_LOOP and number // len(KINDS) % 3 == 2:
             program, shape = "pipeline", (shape[0], shape[1], 1)
-        found.append(
+        hangs.append(
             Case(
                 kind=kind,
                 shape=shape,
@@ -103,7 +103,7 @@ def cases(count: int, seed: int) -> list[Case]:
                 program=program,
             )
         )
-    return found
+    return hangs
 
 
 _OF_PIPELINES = ("schedule", "network")
@@ -121,16 +121,16 @@ def run(
     """Runs a job until it says that it hangs.
 
     Args:
-        case: the job.
-        folder: new, for what it writes.
-        iterations: its length where nothing hangs.
-        on_hang: ``report`` or ``end``.
-        server: forks its ranks, ``None`` for the one of this process.
+        case: Description of the job.
+        folder: New folder for its files.
+        iterations: Number of iterations if nothing hangs.
+        on_hang: Value of ``--on-hang``: ``report`` or ``end``.
+        server: Fork server of its ranks, ``None`` for that of this process.
 
     Returns:
-        ``said``, the line; ``waited_s``, from the last iteration's end to it; ``text``, all output;
-        ``ended``, the statuses of the ranks where they are to end; ``shares``, of a processor,
-        that the processes beside the ranks took, each.
+        ``said``: line that reports the hang; ``waited_s``: seconds from the end of the last
+        iteration to this line; ``text``: all output; ``ended``: exit statuses of the ranks if they
+        are to end; ``shares``: share of a processor that each process beside the ranks used.
     """
     log, ended = folder / "log.txt", {}
     job = start(case, folder, iterations, on_hang, server)
@@ -153,26 +153,26 @@ def start(
     folder.mkdir(parents=True)
     ranks, stages, tensor = case.shape
     limits = [str(case.after_s), on_hang]
-    words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
-    words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
-    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
-    words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
-    words += ["--tensor-model-parallel-size", str(tensor)]
-    words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
+    command = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
+    command += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
+    command += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
+    command += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
+    command += ["--tensor-model-parallel-size", str(tensor)]
+    command += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
     if case.kind == "schedule":
-        words += _orders(folder, stages, 8 * stages * tensor // ranks)
+        command += _orders(folder, stages, 8 * stages * tensor // ranks)
     if case.kind == "disk behind":
-        words += ["--async-save"]
+        command += ["--async-save"]
     if case.kind == "network":
-        words += ["--transport", "tcp"]
+        command += ["--transport", "tcp"]
     if case.kind == "quiet":
-        words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
+        command += ["--keep-checkpoints", "1", "--eval-interval", "15"]
     if case.program == "pipeline":
-        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
-        words += limits
+        command = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+        command += limits
     hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
     return Ranks(
-        words,
+        command,
         world_size=ranks,
         log=folder / "log.txt",
         limit_s=LIMIT_S,
@@ -182,7 +182,7 @@ def start(
 
 
 def _end(job: Ranks) -> None:
-    """Kills the ranks of a job, which may not hear a request, and all that they started."""
+    """Kills the ranks of a job, which may ignore a request, and all processes below them."""
     for process in job.processes():
         process.kill()
     job.kill()
@@ -193,9 +193,9 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
     is_over = False
     while True:
         text = log.read_text(errors="replace")
-        found = re.search("^hang: nothing.*", text, re.MULTILINE)
-        if found or is_over or time.monotonic() > end_s:
-            return found[0] if found else "", time.monotonic() - still_since_s
+        match = re.search("^hang: nothing.*", text, re.MULTILINE)
+        if match or is_over or time.monotonic() > end_s:
+            return match[0] if match else "", time.monotonic() - still_since_s
         if len(text) != seen:
             seen, still_since_s = len(text), time.monotonic()
         ended = job.wait(0.2)
@@ -203,19 +203,19 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns what share of a processor each process that watches has taken."""
-    found = []
+    """Returns the share of a processor that each watching process has used."""
+    shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in process.children():
                 if any(word.endswith("trace/hang_watch.py") for word in child.cmdline()):
                     used = child.cpu_times()
-                    found.append((used.user + used.system) / (time.time() - child.create_time()))
-    return found
+                    shares.append((used.user + used.system) / (time.time() - child.create_time()))
+    return shares
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
-    """Writes two schedules, each possible, but not one on one rank and the other on another."""
+    """Writes two schedules that are valid, but not if ranks follow different ones."""
     rows: dict[str, list[str]] = {"order": [], "other": []}
     for stage in range(stages):
         forwards = [f"{stage}F{m}" for m in range(count)]
@@ -229,26 +229,26 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 
 
 def is_named_right(case: Case, said: str) -> bool:
-    """Whether a line names rank and reason."""
+    """Returns whether a line names rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
-    # Of a machine whose only rank hangs the others know no more.
+    # If the only rank of a machine hangs, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (case.machines < 2 or "no word" not in said):
         return False
     return case.rank in ranks if case.kind in _OF_PIPELINES else ranks == {case.rank}
 
 
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
-    """Runs hangs, and jobs without one.
+    """Runs jobs that hang, and jobs that do not.
 
-    What has ended stands in ``hangs.jsonl`` and ``quiet.jsonl``, a line each, and is not done again
-    where a folder is given once more.
+    Each job that has ended is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not run again if
+    the same folder is used once more.
 
     Args:
-        folder: for what they write.
-        count: hangs.
-        quiet_min: minutes of the others, together.
-        seed: of where they are.
-        beside: hanging jobs at a time.
+        folder: Folder for the files of all jobs.
+        count: Number of hangs.
+        quiet_min: Minutes of the jobs without a hang, together.
+        seed: Seed of all random numbers.
+        beside: Number of hanging jobs at a time.
     """
     kept = _Kept(folder / "hangs.jsonl")
     left = [one for one in enumerate(cases(count, seed)) if f"{seed}/{one[0]}" not in kept.rows]
@@ -258,10 +258,10 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
         if not hasattr(servers, "own"):
             servers.own = Forkserver(str(ROOT))
         number, case = numbered
-        found = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
-        said = found["said"] or one_line(found["text"][-300:])
-        right = is_named_right(case, found["said"])
-        more = {"after_limit_s": found["waited_s"] - case.after_s, "shares": found["shares"]}
+        result = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
+        said = result["said"] or one_line(result["text"][-300:])
+        right = is_named_right(case, result["said"])
+        more = {"after_limit_s": result["waited_s"] - case.after_s, "shares": result["shares"]}
         kept.add(f"{seed}/{number}", kind=case.kind, case=str(case), right=right, said=said, **more)
 
     with ThreadPoolExecutor(beside) as pool:
@@ -297,10 +297,10 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
 
 
 class _Kept:
-    """Keeps rows of what has ended, so that a benchmark that was stopped can go on.
+    """Keeps rows of jobs that have ended, so that a soak that was stopped can continue.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,26 +317,26 @@ class _Kept:
 
 QUIET_AT_ONCE = 30
 QUIET_LIMITS_S = (8.0, 12.0, 20.0)
-"""``--hang-after-s`` of quiet jobs."""
+"""Values of ``--hang-after-s`` of jobs without a hang."""
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs jobs side by side that pause in all ways in which a job may, with short limits.
+    """Runs jobs side by side that pause in all ways that are no hang, with short limits.
 
     Two thirds are loops around a ``Pipeline``, the others runs of the trainer, with evaluations and
-    checkpoints. Each job counts with the time for which its ranks have been running.
+    checkpoints.
 
     Returns:
-        Minutes of all jobs together, and the alarms.
+        Minutes for which the ranks of all jobs ran, together, and the false alarms.
     """
     kept = _Kept(folder / "quiet.jsonl")
-    known = sum(row["minutes"] for row in kept.rows.values())
+    done_min = sum(row["minutes"] for row in kept.rows.values())
     draw = random.Random(f"{seed} {len(kept.rows)}")
-    if known >= minutes:
-        return known, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
+    if done_min >= minutes:
+        return done_min, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
     server = forkserver()
-    count = max(1, min(QUIET_AT_ONCE, round((minutes - known) / 5)))
-    span_s = min(420.0, 60 * (minutes - known) / count + 5)
+    count = max(1, min(QUIET_AT_ONCE, round((minutes - done_min) / 5)))
+    span_s = min(420.0, 60 * (minutes - done_min) / count + 5)
     with contextlib.ExitStack() as stack:
         started = []
         for number in range(count):
@@ -349,18 +349,18 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
                 iteration=20,
                 program="trainer" if number % 3 == 2 else "pipeline",
             )
-            place = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
-            job = start(case, place, 100_000, "report", server)
+            work = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
+            job = start(case, work, 100_000, "report", server)
             stack.callback(_end, job)
-            started.append((case, place, job, time.monotonic()))
-            time.sleep(1.0)  # a start is work
+            started.append((case, work, job, time.monotonic()))
+            time.sleep(1.0)  # starts take processor time, so they come one by one
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
             server.wait([key for one in started for key in one[2].keys], min(left_s, 1.0))
             time.sleep(0.5)
         now_s = time.monotonic()
-        for case, place, job, since_s in started:
-            text = (place / "log.txt").read_text(errors="replace")
+        for case, work, job, since_s in started:
+            text = (work / "log.txt").read_text(errors="replace")
             if job.wait(0.0):
                 raise RuntimeError(f"{case} ended: {text[-2000:]}")
             steps = len(re.findall(r"^step |iteration +\d+/", text, re.MULTILINE))

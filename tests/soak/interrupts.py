@@ -1,9 +1,10 @@
-"""Interrupts and kills processes of jobs at random moments, and looks at what each job makes of it.
+"""Interrupts and kills processes of jobs at random moments, and checks how each job ends.
 
-A chain is one folder of checkpoints. Its jobs follow each other: each goes on from the newest
-checkpoint, and one of its processes gets a signal at a random moment. Then nothing may be left
-behind, nobody may print a traceback or a native stack, each process says at most one line of why,
-the next job begins at the newest whole checkpoint, and all losses are those of an undisturbed job.
+A chain is one folder of checkpoints. Its jobs follow each other: each continues from the newest
+checkpoint, and one of its processes gets a signal at a random moment. Then no process or file may
+be left, no process may print a traceback or a native stack or more than one line with the reason,
+the next job must begin at the newest whole checkpoint, and all losses must be those of an
+undisturbed job.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from pathlib import Path
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER
 from tests.multiprocess.launch import ROOT, environment, forking, start, tail
-from tests.support.report import Result, Row, one_line
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals that are drawn from; a process that is stopped goes on after a while."""
+"""Names of the signals; a process that is stopped continues after a while."""
 STOPPED_S = (0.5, 4.0)
 """Bounds of the time in seconds for which a process is stopped."""
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
-"""Seconds after which a job that goes on in spite of a signal is asked to end."""
+"""Seconds after which a job that continues in spite of a signal is asked to end."""
 LEFT_LIMIT_S = 20.0
 STEPS_OF_A_JOB = 12
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Largest relative difference of losses between shapes of an elastic job, or absolute one."""
+"""Largest relative and absolute difference of losses between shapes of an elastic job."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -62,7 +63,7 @@ KINDS = ("launch", "torchrun", "machines", "pipeline", "single")
 
 @dataclass(kw_only=True)
 class Chain:
-    """Jobs of one kind that go on from each other's checkpoints.
+    """Jobs of one kind of which each continues from the previous one's checkpoints.
 
     Attributes:
         kind: One of :data:`KINDS`.
@@ -84,12 +85,12 @@ class Chain:
 
     def newest_whole(self) -> int:
         """Returns the step of the newest checkpoint without a damage, 0 if there is none."""
-        found = self.checkpoints
-        whole = (step for step in reversed(found.steps()) if not found.verify(step))
+        checkpoints = self.checkpoints
+        whole = (step for step in reversed(checkpoints.steps()) if not checkpoints.verify(step))
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Returns the folder for what the job of a number says of its steps."""
+        """Returns the folder for the progress files of the job of a number."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
@@ -104,11 +105,11 @@ class Chain:
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
-            words = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
-            return [*_LAUNCH, "--nproc-per-node", "2", *words]
-        words = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
+            arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
+            return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
+        arguments = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
         if last is not None:
-            words += ["--exit-interval", str(last)]
+            arguments += ["--exit-interval", str(last)]
         if self.kind == "machines":
             (self.folder / "machines.txt").write_text("localhost name=a\nlocalhost name=b\n")
             run = [
@@ -121,16 +122,16 @@ class Chain:
                 saved,
             ]
             run += ["--machines", str(self.folder / "machines.txt")]
-            return [*run, str(TRAINER), *words]
-        words += ["--progress-dir", progress, "--save", saved, "--load", saved]
+            return [*run, str(TRAINER), *arguments]
+        arguments += ["--progress-dir", progress, "--save", saved, "--load", saved]
         if self.kind == "single":
             run = [sys.executable, "-m", "megatron.adaptive", "train", "single", "--runs-dir"]
-            # It makes a corpus and its vocabulary itself.
-            text = " ".join(words).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
-            words = text.replace("--mock-data", "").split()
-            return [*run, str(self.folder / "runs"), "--", *words]
+            # This script creates its corpus and vocabulary.
+            text = " ".join(arguments).replace("--tokenizer-type NullTokenizer --vocab-size 63", "")
+            arguments = text.replace("--mock-data", "").split()
+            return [*run, str(self.folder / "runs"), "--", *arguments]
         start_words = _LAUNCH if self.kind == "launch" else _TORCHRUN
-        return [*start_words, "--nproc-per-node", "2", str(TRAINER), *words]
+        return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
         """Returns the steps that a job did, each with its loss, in order."""
@@ -139,15 +140,15 @@ class Chain:
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
         if self.kind == "machines":
             files = sorted((self.folder / "checkpoints").glob("elastic/epoch-*/progress.jsonl"))
-            files = [one for one in files if one not in self._seen.get(number, files)]
-        found = []
+            files = [file for file in files if file not in self._seen.get(number, files)]
+        losses = []
         for path in files:
             for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
                 if self.kind == "pipeline":
-                    found.append((line["step"] + 1, line["loss"]))
+                    losses.append((line["step"] + 1, line["loss"]))
                 elif "iteration" in line and "loss" in line:
-                    found.append((line["iteration"], line["loss"]))
-        return found
+                    losses.append((line["iteration"], line["loss"]))
+        return losses
 
     _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
 
@@ -164,7 +165,7 @@ class Chain:
 
 
 class RunningJob:
-    """A job that runs, and all processes that it ever had.
+    """A running job, and all processes that it had so far.
 
     Args:
         command: Command line.
@@ -181,7 +182,7 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns the roles of all processes that live, without those that stand for a fork."""
+        """Returns the roles of all live processes, without those that only represent a fork."""
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
         while left:
@@ -193,9 +194,9 @@ class RunningJob:
                 self.family[pid] = process
                 roles[pid] = f"{_role(process)} of depth {depth}"
                 left += [(child.pid, depth + 1) for child in process.children()]
-                if self._forks and (told := Path(f"{self._forks}-{pid}")).exists():
+                if self._forks and (pid_file := Path(f"{self._forks}-{pid}")).exists():
                     roles[pid] = "stand-in"
-                    left.append((int(told.read_text() or 0), depth))
+                    left.append((int(pid_file.read_text() or 0), depth))
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
@@ -210,16 +211,16 @@ class RunningJob:
     def left(self) -> list[str]:
         """Returns processes and shared memory of the job that outlive it."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
-        found = []
+        lines = []
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
+                    lines.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
         # The watch for hangs removes its folder a second after its rank was killed.
         end_s = time.monotonic() + LEFT_LIMIT_S
         while (shared := self._shared_memory()) and time.monotonic() < end_s:
             time.sleep(0.1)
-        return [*found, *shared]
+        return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
         """Returns files of shared memory that were made since and name a process of the job."""
@@ -231,7 +232,7 @@ class RunningJob:
         ]
 
     def close(self) -> None:
-        """Ends whatever is left of it."""
+        """Ends all processes that are left."""
         self.processes()
         for process in self.family.values():
             with contextlib.suppress(psutil.Error):
@@ -240,22 +241,22 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns what a process is, by its command line and the name that a fork has."""
+    """Returns the role of a process by its command line and the name of a fork."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
-    if "rank_forkserver" in text:  # so are those that it has forked
+    if "rank_forkserver" in text:  # its forks have this text too
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Describes a signal and what became of the job.
+    """Describes a signal and the end of the job.
 
     Attributes:
         what: Kind of job, signal, role, and moment.
-        faults: Sentences on all that is not as it should be.
+        faults: Sentences about everything that is wrong.
         status: Exit status of the job.
-        steps: Number of steps that it did.
+        steps: Number of steps that the job took.
     """
 
     what: str
@@ -275,7 +276,7 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
     """
     draw = random.Random(seed)
     (chain.folder / "reference").mkdir(parents=True)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     losses: dict[int, set[float]] = {}
     span_s = 0.0
     for number in range(hits + 1):
@@ -293,19 +294,19 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
             outcome.faults.append(f"began after {done[0][0] - 1}, whole is {before}")
         for step, loss in done:
             losses.setdefault(step, set()).add(loss)
-        found.append(outcome)
+        outcomes.append(outcome)
         tell(f"{outcome.what}: status {outcome.status}, {outcome.steps} steps, from {before}")
         for fault in outcome.faults:
             tell(f"    FAULT {fault}")
     if losses:
-        found[-1].faults += _unlike(chain, losses)
-        for fault in found[-1].faults:
+        outcomes[-1].faults += _unlike(chain, losses)
+        for fault in outcomes[-1].faults:
             tell(f"    FAULT {fault}")
-    return found
+    return outcomes
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Lets a job train some steps and asks it to end; returns the time of all that in seconds."""
+    """Asks a job to end after some steps; returns the outcome and the seconds of the whole job."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -332,44 +333,48 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
         job.wait(draw.uniform(*STOPPED_S))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-    what = f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
+    description = (
+        f"{chain.kind}{' async' * chain.is_async} {name} to {role} {pid} after {after_s:.2f} s"
+    )
     status = job.wait(AGAIN_LIMIT_S)
-    if status is None:  # it goes on, as it may
+    if status is None:  # the job continued, which is allowed
         job.root.send_signal(signal.SIGTERM)
-        what += ", then SIGTERM"
+        description += ", then SIGTERM"
         status = job.wait(END_LIMIT_S)
-    return _judge(chain, job, number, what, status)
+    return _judge(chain, job, number, description, status)
 
 
-def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | None) -> Outcome:
+def _judge(
+    chain: Chain, job: RunningJob, number: int, description: str, status: int | None
+) -> Outcome:
     faults = [f"no end within {END_LIMIT_S:g} s"] if status is None else []
     left = job.left() if status is not None else []
-    faults += [f"left: {one}" for one in left]
+    faults += [f"left: {text}" for text in left]
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
         bad = []  # the errors of a library, which a user's script does not catch
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
-        bad = []  # of torch's launcher, which reports a signal so
+        bad = []  # torch's launcher reports a signal in this way
     if any("init_import_site" in line for line in lines):
-        bad = []  # of the interpreter, which has not come to any program yet
+        bad = []  # the interpreter had not started any program yet
     if bad:
         faults.append(f"{bad[0][:200]!r} in {job.log}")
     reasons = [line for line in lines if _REASON.search(line)]
     # Ranks, launcher or manager, and agents.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
-    is_ours = chain.kind != "torchrun" and "SIGKILL" not in what
-    # Before any program of ours runs, a signal ends the interpreter without a word.
-    has_begun = bool(lines) or "to fork" in what
+    is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
+    # Before a program of this project runs, a signal ends the interpreter without a message.
+    has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
-    # Whoever asks a whole job to end, not one process of it, loses no step.
-    is_asked = what.endswith(("then SIGTERM", "undisturbed")) or re.search(
-        r"SIG(INT|TERM|HUP) to .* of depth 0 ", what
+    # If the whole job is asked to end, not one process of it, no step may be lost.
+    is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
+        r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    is_saved = status == 128 + signal.SIGTERM or "then" not in what
+    is_saved = status == 128 + signal.SIGTERM or "then" not in description
     if (
         is_asked
         and is_saved
@@ -378,11 +383,11 @@ def _judge(chain: Chain, job: RunningJob, number: int, what: str, status: int | 
         and chain.newest_whole() != done[-1][0]
     ):
         faults.append(f"did step {done[-1][0]}, but saved {chain.newest_whole()}")
-    return Outcome(what=what, faults=faults, status=status, steps=len(done))
+    return Outcome(what=description, faults=faults, status=status, steps=len(done))
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Compares losses with those of a job that nothing disturbs."""
+    """Compares losses with those of an undisturbed job; returns the differences."""
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",
@@ -417,9 +422,9 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
     for kind in KINDS:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
         outcomes += run_chain(chain, seed, hits, partial(print, flush=True))
-    wrong = [f"{one.what}: {fault}" for one in outcomes for fault in one.faults]
-    what = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
-    row = Row(what=what, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
+    wrong = [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
+    title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
+    row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
     return Result(rows=[row], facts={"interrupts": wrong})
 
 
@@ -433,8 +438,8 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         is_async, is_fresh = "async" in sys.argv, "fresh" in sys.argv
         chain = Chain(kind=kind, folder=folder, is_async=is_async, is_fresh=is_fresh)
-        found = run_chain(chain, seed, hits, partial(print, flush=True))
-        has_fault |= any(outcome.faults for outcome in found)
+        outcomes = run_chain(chain, seed, hits, partial(print, flush=True))
+        has_fault |= any(outcome.faults for outcome in outcomes)
     return int(has_fault)
 
 

@@ -1,4 +1,4 @@
-"""What a job has said of its steps, and whether it is what an undisturbed one would have said."""
+"""Steps that a job has recorded, and their comparison with those of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as its epoch told.
+    """One recorded step.
 
     Attributes:
-        iteration: its number.
-        samples: of the whole training, its own included.
-        loss: of it.
-        unix_ns: when it was done; 0 where only the log tells of it.
+        iteration: Number of the step.
+        samples: Number of samples of the training so far, with those of this step.
+        loss: Loss of the step.
+        unix_ns: Time of its end; 0 if only the log has the step.
     """
 
     iteration: int
@@ -35,14 +35,14 @@ class Step:
 
 @dataclass(kw_only=True)
 class Epoch:
-    """What the ranks of one shape wrote.
+    """Steps of the ranks of one shape.
 
     Attributes:
-        name: of its folder.
-        start: the iteration that it went on from, ``None`` while it has not begun.
-        begun_ns: when.
-        steps: in their order.
-        saved: iterations of complete checkpoints, and when each was.
+        name: Name of the folder.
+        start: Iteration from which it continued, ``None`` while it has not begun.
+        begun_ns: Time of its begin.
+        steps: Steps in their order.
+        saved: Iterations of complete checkpoints, with their times.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Epoch:
 
     @property
     def last_ns(self) -> int:
-        """When its last step was done."""
+        """Time of the end of its last step."""
         return self.steps[-1].unix_ns if self.steps else self.begun_ns
 
 
 class Record:
-    """Reads what all epochs of a job write while they do.
+    """Reads the files of all epochs of a job while it runs.
 
     Args:
-        folder: of the job's state.
+        folder: Folder of the job's state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,12 +70,12 @@ class Record:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Those that have begun, in the order of time."""
-        begun = [one for one, _ in self._epochs.values() if one.start is not None]
-        return sorted(begun, key=lambda one: one.begun_ns)
+        """Epochs that have begun, in the order of time."""
+        begun = [epoch for epoch, _ in self._epochs.values() if epoch.start is not None]
+        return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
     def refresh(self) -> None:
-        """Reads the lines that are new."""
+        """Reads new lines."""
         for path in self._folder.glob("epoch-*/progress.jsonl"):
             name = path.parent.name
             if name not in self._epochs:
@@ -86,40 +86,40 @@ class Record:
                 _take(epoch, line)
 
     def steps_since(self, unix_ns: int) -> list[Step]:
-        """Steps that were done after a moment."""
+        """Returns the steps that ended after a moment."""
         return [
             step
-            for one, _ in self._epochs.values()
-            for step in one.steps[-9:]
+            for epoch, _ in self._epochs.values()
+            for step in epoch.steps[-9:]
             if step.unix_ns > unix_ns
         ]
 
     @property
     def last(self) -> int:
-        """The greatest iteration that was done."""
-        done = (one.steps[-1].iteration for one, _ in self._epochs.values() if one.steps)
+        """Largest iteration that ended."""
+        done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 
 
-def _take(epoch: Epoch, told: Mapping[str, Any]) -> None:
-    at = told["unix_ns"]
-    if "start_iteration" in told:
-        epoch.start, epoch.begun_ns = told["start_iteration"], at
-    elif "iteration" in told:
+def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
+    unix_ns = entry["unix_ns"]
+    if "start_iteration" in entry:
+        epoch.start, epoch.begun_ns = entry["start_iteration"], unix_ns
+    elif "iteration" in entry:
         epoch.steps.append(
             Step(
-                iteration=told["iteration"],
-                samples=told["consumed_samples"],
-                loss=told["loss"],
-                unix_ns=at,
+                iteration=entry["iteration"],
+                samples=entry["consumed_samples"],
+                loss=entry["loss"],
+                unix_ns=unix_ns,
             )
         )
-    elif "saved" in told:
-        epoch.saved.append((told["saved"], at))
+    elif "saved" in entry:
+        epoch.saved.append((entry["saved"], unix_ns))
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
-    """Steps that the trainers printed; a line that another one cut in two is left out."""
+    """Returns the steps that trainers printed, without lines that another line cut in two."""
     return [
         Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
         for text in texts
@@ -140,29 +140,29 @@ def faults(
     """Returns the differences of a job from one without faults.
 
     Args:
-        epochs: of the job, in the order of time.
-        printed: steps that its logs tell of.
-        expected: loss of each iteration of the undisturbed run.
-        first: the first iteration that the job did.
-        batch: samples of a step.
-        tolerance: of losses, relative.
-        damaged: iterations whose checkpoint was damaged, and when, in ns.
+        epochs: Epochs of the job, in the order of time.
+        printed: Steps in its logs.
+        expected: Loss of each iteration of the undisturbed run.
+        first: First iteration of the job.
+        batch: Number of samples of a step.
+        tolerance: Largest relative difference of losses that is allowed.
+        damaged: Iterations whose checkpoint was damaged, with the times in nanoseconds.
 
     Returns:
-        What is wrong, a line each, and the largest difference of a loss.
+        Lines about the faults, and the largest difference of a loss.
     """
-    found: list[str] = []
-    told = [step for one in epochs for step in one.steps]
-    everything = [*told, *printed]
+    lines: list[str] = []
+    recorded = [step for epoch in epochs for step in epoch.steps]
+    everything = [*recorded, *printed]
     if not everything:
         return ["no step was done"], 0.0
     worst = 0.0
     for step in everything:
         if step.samples != step.iteration * batch:
-            found.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
+            lines.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
         off = abs(step.loss / expected[step.iteration] - 1)
         if not off <= tolerance:
-            found.append(
+            lines.append(
                 f"iteration {step.iteration}: loss {step.loss!r} and undisturbed"
                 f" {expected[step.iteration]!r} differ by {off:.1e}"
             )
@@ -170,42 +170,43 @@ def faults(
     done = {step.iteration for step in everything}
     missing = sorted(set(range(first, max(done) + 1)) - done)
     if missing:
-        found.append(f"{len(missing)} iterations were never done: {missing[:10]}")
-    return found + _order(epochs, done, damaged), worst
+        lines.append(f"{len(missing)} iterations were never done: {missing[:10]}")
+    return lines + _order(epochs, done, damaged), worst
 
 
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """What is wrong with the order of steps: within epochs, and from one to the next."""
-    found: list[str] = []
-    for one in epochs:
-        at = one.start
-        assert at is not None
-        for step in one.steps:
-            # What the full disk did not take, the log has.
-            if step.iteration <= at or not done.issuperset(range(at + 1, step.iteration)):
-                found.append(f"{one.name}: iteration {step.iteration} came after {at}")
-            at = step.iteration
+    """Returns the faults in the order of steps, within epochs and from one to the next."""
+    lines: list[str] = []
+    for epoch in epochs:
+        last = epoch.start
+        assert last is not None
+        for step in epoch.steps:
+            # Steps that a full disk did not record are in the log.
+            if step.iteration <= last or not done.issuperset(range(last + 1, step.iteration)):
+                lines.append(f"{epoch.name}: iteration {step.iteration} came after {last}")
+            last = step.iteration
     for before, after in itertools.pairwise(epochs):
         if before.last_ns > after.begun_ns:
-            found.append(f"{before.name} was not over when {after.name} began")
+            lines.append(f"{before.name} had not ended when {after.name} began")
     saved: list[tuple[int, int, str]] = sorted(
-        (at, iteration, one.name) for one in epochs for iteration, at in one.saved
+        (unix_ns, iteration, epoch.name) for epoch in epochs for iteration, unix_ns in epoch.saved
     )
-    for one in epochs:
-        known = [
+    for epoch in epochs:
+        older = [
             entry
             for entry in saved
-            if entry[0] < one.begun_ns - 10**9
-            and entry[2] != one.name
+            if entry[0] < epoch.begun_ns - 10**9
+            and entry[2] != epoch.name
             and not any(
-                iteration == entry[1] and entry[0] < at < one.begun_ns for iteration, at in damaged
+                iteration == entry[1] and entry[0] < unix_ns < epoch.begun_ns
+                for iteration, unix_ns in damaged
             )
         ]
-        assert one.start is not None
-        if known and one.start < max(iteration for _, iteration, _ in known[-1:]):
-            found.append(
-                f"{one.name} went on from {one.start}, and {known[-1][1]} was saved before"
+        assert epoch.start is not None
+        if older and epoch.start < max(iteration for _, iteration, _ in older[-1:]):
+            lines.append(
+                f"{epoch.name} continued from {epoch.start}, but {older[-1][1]} was saved before"
             )
-    return found
+    return lines

@@ -1,4 +1,4 @@
-"""Kills one of three ranks at a random moment, again and again, and looks at what is left.
+"""Kills one of three ranks at a random moment, many times, and checks the others and what is left.
 
 ::
 
@@ -34,14 +34,14 @@ from typing import Any
 import psutil
 import torch
 
+from harness.processes import run_module
+from harness.report import Result, Row, one_line, parser_of
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
-from tests.support.ranks import run_module
-from tests.support.report import Result, Row, one_line, parser_of
-from tests.support.report import measure as run_parts
 
 RANKS = 3
 SLOT_BYTES, SLOTS = 256 << 10, 6
@@ -49,20 +49,19 @@ SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
 """Seconds within which a neighbour has to notice."""
-# Within it a rank sends some hundred messages; in the small machines of the RDMA lab all takes
-# longer.
+# A rank sends some hundred messages in this time; the machines of the RDMA lab are slower.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
 def neighbours(rank: int) -> list[int]:
-    """Ranks that a rank has channels with."""
+    """Returns the ranks with which a rank has channels."""
     return [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Body of a rank; says over ``connection`` where it is, and what ended it."""
+    """Runs a rank, which reports its state and the reason of its end over a connection."""
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -114,8 +113,8 @@ class Trial:
     """One kill.
 
     Args:
-        kind: transport.
-        seed: of all draws.
+        kind: Name of the transport.
+        seed: Seed of all random numbers.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -125,11 +124,13 @@ class Trial:
         self._ends: list[Connection] = []
         self._ranks = []
         for rank in range(RANKS):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=be_rank, args=(rank, kind, theirs, seed), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(
+                target=be_rank, args=(rank, kind, child_end, seed), daemon=True
+            )
             process.start()
-            theirs.close()
-            self._ends.append(mine)
+            child_end.close()
+            self._ends.append(parent_end)
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
@@ -148,8 +149,8 @@ class Trial:
         outcomes = {}
         survivors = [rank for rank in range(RANKS) if rank != victim]
         for rank in neighbours(victim):
-            name, at, text = self._expect(rank, SURVIVE_S)
-            outcomes[rank] = {"raised": name, "seconds": at - killed_at, "text": text}
+            name, raised_at, text = self._expect(rank, SURVIVE_S)
+            outcomes[rank] = {"raised": name, "seconds": raised_at - killed_at, "text": text}
         for rank in survivors:
             if rank not in outcomes:
                 self._say_stop(rank)
@@ -168,7 +169,7 @@ class Trial:
             end.close()
 
     def _say_stop(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # it has heard of the loss, and ended
+        with contextlib.suppress(OSError):  # the rank noticed the loss and ended
             self._ends[rank].send("stop")
 
     def _expect(self, rank: int, limit_s: float) -> Any:
@@ -177,23 +178,23 @@ class Trial:
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
-        """Processes that did not end."""
+        """Returns the processes that did not end."""
         return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
 
 
 def litter() -> set[str]:
-    """What a process may leave behind: shared memory, sockets, files, children, RDMA objects."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
+    """Returns shared memory, sockets, files, children and RDMA objects of processes."""
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    names |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
-    found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
-    found |= {f"process {child.pid}" for child in psutil.Process().children()}
-    found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
-    return found | rdma_objects()
+    names |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
+    names |= {f"process {child.pid}" for child in psutil.Process().children()}
+    names |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
+    return names | rdma_objects()
 
 
 def rdma_objects() -> set[str]:
-    """Per RDMA device, how many queue pairs, memory regions and so on the kernel holds."""
+    """Returns the numbers of queue pairs, memory regions and so on of each RDMA device."""
     if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
         return set()
     done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
@@ -214,18 +215,18 @@ def measure(count: int, kind: str) -> Result:
         count: Number of kills.
         kind: Name of the transport.
     """
-    words = ("--raw", kind, "--count", count)
+    arguments = ("--raw", kind, "--count", count)
     with tempfile.TemporaryDirectory() as private:
         outcomes = run_module(
-            "tests.soak.killed_ranks", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+            "tests.soak.killed_ranks", *arguments, limit_s=120.0 + 60.0 * count, TMPDIR=private
         )
-    what = f"{count} kills at random moments, {kind}"
-    return Result(rows=rows_of(outcomes, what), facts={f"kills, {kind}": outcomes})
+    title = f"{count} kills at random moments, {kind}"
+    return Result(rows=rows_of(outcomes, title), facts={f"kills, {kind}": outcomes})
 
 
-def rows_of(found: dict[str, Any], what: str) -> list[Row]:
-    """Returns the rows of what :func:`main` printed."""
-    trials = found["trials"]
+def rows_of(result: dict[str, Any], title: str) -> list[Row]:
+    """Returns the rows of the outcomes that :func:`main` printed."""
+    trials = result["trials"]
     failed = [trial["failed"] for trial in trials if "failed" in trial]
     whole = [trial for trial in trials if "failed" not in trial]
     neighbours = [
@@ -234,13 +235,16 @@ def rows_of(found: dict[str, Any], what: str) -> list[Row]:
         for outcome in trial["outcomes"].values()
         if outcome["seconds"] is not None
     ]
-    strange = [one for one in neighbours if one["raised"] != "PeerLostError"]
-    left = found["litter"] + [name for trial in whole for name in trial["left"]]
-    seconds = [one["seconds"] for one in neighbours]
-    notes = [*failed[:1], *(f"{one['raised']}: {one['text']}" for one in strange[:1])]
+    strange = [neighbour for neighbour in neighbours if neighbour["raised"] != "PeerLostError"]
+    left = result["litter"] + [name for trial in whole for name in trial["left"]]
+    seconds = [neighbour["seconds"] for neighbour in neighbours]
+    notes = [
+        *failed[:1],
+        *(f"{neighbour['raised']}: {neighbour['text']}" for neighbour in strange[:1]),
+    ]
     return [
         Row(
-            what=f"{what}: neighbours without PeerLostError",
+            what=f"{title}: neighbours without PeerLostError",
             value=len(failed) + len(strange),
             goal=0,
             note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
@@ -282,7 +286,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # Other programs' files come and go; what this one left stays.
+    # Files of other programs disappear after a while; those that this one left stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

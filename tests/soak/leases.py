@@ -1,9 +1,9 @@
 """Two jobs on one folder, and jobs that are killed or stand still: no checkpoint is mixed or lost.
 
-A job here is two processes, forked from one that has imported torch, which save small tensors by
-the saver of trainer and ``Pipeline``, at random moments, at once or behind. Each tensor is full of
-a number that names job, step and rank, so that the files of a checkpoint show which job wrote them.
-A job of another machine has another boot ID. Some pairs are real trainers.
+A job here is two processes, forked from one that has imported torch. They save small tensors by the
+saver of trainer and ``Pipeline``, at random moments, at once or in a thread. All elements of a
+tensor are a number made of job, step and rank, so that the files of a checkpoint show which job
+wrote them. A job of another machine has another boot ID. Some pairs are real trainers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.report import Result, Row, measured, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.engine.folder_lease import STALE_S
 from tests.cluster.jobs import FLAGS, TRAINER, environment
 from tests.multiprocess.launch import ROOT
-from tests.support.report import Result, Row, measured, one_line
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
-_NUMBERS = 4096  # of a tensor
+_NUMBERS = 4096  # elements of a tensor
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
-"""A start asks for the statuses of all processes, and who asks at the same time misses them."""
+"""Starting a process collects the statuses of all processes; another thread would miss them."""
 
 
 @dataclass
 class Seen:
-    """Collects what was seen; lists of lines say what went wrong."""
+    """Collects the observations of a soak; lists of lines describe the faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -62,11 +62,11 @@ class SmallJob:
     """A job that saves checkpoints.
 
     Args:
-        folder: of checkpoints.
-        number: of the job, from 1 on.
-        saves: checkpoints that it saves.
-        seed: of its moments.
-        is_far: looks as if it were on a machine of its own.
+        folder: Folder of checkpoints.
+        number: Number of the job, from 1.
+        saves: Number of checkpoints that it saves.
+        seed: Seed of the moments at which it saves.
+        is_far: Whether it appears to be on another machine.
     """
 
     def __init__(self, folder: Path, number: int, saves: int, seed: int, *, is_far: bool) -> None:
@@ -74,20 +74,20 @@ class SmallJob:
         self.log = folder.parent / f"job-{number}"
         self.log.mkdir()
         context = multiprocessing.get_context("forkserver")
-        given = str(folder), str(self.log), number, saves, seed, is_far
+        arguments = str(folder), str(self.log), number, saves, seed, is_far
         self.ranks = [
-            context.Process(target=run_rank, args=(rank, *given), daemon=True)
+            context.Process(target=run_rank, args=(rank, *arguments), daemon=True)
             for rank in range(RANKS)
         ]
         with _STATUSES:
-            for one in self.ranks:
-                one.start()
+            for process in self.ranks:
+                process.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
         """Sends a signal to the first ranks that still run."""
-        for one in self.ranks[:ranks]:
+        for process in self.ranks[:ranks]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid or 0, number)
+                os.kill(process.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
         """Waits for the end; returns the status of rank 0, ``None`` if it had to be killed."""
@@ -102,7 +102,7 @@ class SmallJob:
     def statuses(self) -> list[int | None]:
         """Returns the statuses of the ranks that have ended."""
         with _STATUSES:
-            return [one.exitcode for one in self.ranks]
+            return [process.exitcode for process in self.ranks]
 
     def said(self) -> list[dict[str, Any]]:
         """Reads the output of rank 0."""
@@ -117,7 +117,7 @@ class SmallJob:
 def run_rank(
     rank: int, folder: str, log: str, number: int, saves: int, seed: int, is_far: bool
 ) -> None:
-    """Is one rank of a :class:`SmallJob`."""
+    """Runs one rank of a :class:`SmallJob`."""
     import torch
     import torch.distributed as dist
 
@@ -307,14 +307,14 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts the trainer twice with one ``--save``, kills what is left, and starts it again."""
+    """Starts two trainers with the same ``--save``, kills the one that runs, and starts another."""
     chance, seen = random.Random(seed), Seen()
-    words = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
-    words += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
+    flags = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
+    flags += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
     last = str(folder / "latest_checkpointed_iteration.txt")
 
     def start(*more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(TRAINER), *words, *more]
+        command = [sys.executable, str(TRAINER), *flags, *more]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, env=environment(), stdout=subprocess.DEVNULL, stderr=pipe, text=True
@@ -325,11 +325,11 @@ def trainers(folder: Path, seed: int) -> Seen:
         time.sleep(chance.random() * 3.0)
         both.append(start("--train-iters", "99999"))
         end_s = time.monotonic() + _LIMIT_S
-        while all(one.poll() is None for one in both) and time.monotonic() < end_s:
+        while all(trainer.poll() is None for trainer in both) and time.monotonic() < end_s:
             time.sleep(0.05)
-        refused = [one for one in both if one.poll() is not None]
+        refused = [trainer for trainer in both if trainer.poll() is not None]
         if len(refused) != 1 or refused[0].returncode != _EXIT_EXPECTED:
-            seen.failed.append(f"{folder}: {[one.poll() for one in both]}")
+            seen.failed.append(f"{folder}: {[trainer.poll() for trainer in both]}")
             return seen
         said = refused[0].communicate()[1]
         if said.count("is written by process") != 1 or "Traceback" in said:
@@ -338,12 +338,12 @@ def trainers(folder: Path, seed: int) -> Seen:
             time.sleep(0.05)
         time.sleep(chance.random())
     finally:
-        for one in both:
-            one.kill()
-            one.wait()
+        for trainer in both:
+            trainer.kill()
+            trainer.wait()
     checkpoints = CheckpointFolder(folder)
     before = checkpoints.latest() or 0
-    words += ["--load", str(folder), "--exit-interval", str(before + 3)]
+    flags += ["--load", str(folder), "--exit-interval", str(before + 3)]
     again = start("--train-iters", "99999")
     try:
         said = again.communicate(timeout=_LIMIT_S)[1]
@@ -363,11 +363,12 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     """Runs jobs on shared folders; each pair and each killed one has a folder of its own.
 
     Args:
-        folder: an empty one.
-        pairs: of jobs that begin at random moments.
-        kills: holders that are killed; a tenth as many more stand still and are taken over.
-        seed: of all that is random.
-        real: pairs of trainers.
+        folder: Empty folder.
+        pairs: Number of pairs of jobs that begin at random moments.
+        kills: Number of holders that are killed; a tenth of this number stand still instead and
+            are taken over.
+        seed: Seed of all random numbers.
+        real: Number of pairs of trainers.
     """
     work: list[tuple[str, Callable[[Path, int], Seen]]] = [
         *(("pair", pair) for _ in range(pairs)),
@@ -378,26 +379,26 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
 
     def run(number: int) -> Seen:
         name, part = work[number]
-        own = folder / f"{name}-{number}"
-        own.mkdir()
-        return part(own / "checkpoints", seed * 100_000 + number)
+        job_folder = folder / f"{name}-{number}"
+        job_folder.mkdir()
+        return part(job_folder / "checkpoints", seed * 100_000 + number)
 
     seen = Seen()
-    # Jobs are forked from a process that has imported what they need.
+    # Jobs are forked from a process that has imported their modules.
     os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
     needed = ["megatron.adaptive.checkpoint.saver", "megatron.adaptive.accelerator"]
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *needed])
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for one in pool.map(run, range(len(work))):
-            seen.add(one)
+        for result in pool.map(run, range(len(work))):
+            seen.add(result)
     for number in range(real):
-        own = folder / f"trainers-{number}"
-        own.mkdir()
-        seen.add(trainers(own / "checkpoints", seed + number))
-    what = f"{pairs} pairs of jobs on one folder, {kills} killed, {seen.deposed} stopped"
-    late = sum(one > REFUSED_S for one in seen.refused_s)
+        job_folder = folder / f"trainers-{number}"
+        job_folder.mkdir()
+        seen.add(trainers(job_folder / "checkpoints", seed + number))
+    title = f"{pairs} pairs of jobs on one folder, {kills} killed, {seen.deposed} stopped"
+    late = sum(seconds > REFUSED_S for seconds in seen.refused_s)
     rows = [
-        _count(f"{what}: mixed checkpoints of {seen.checkpoints}", seen.mixed),
+        _count(f"{title}: mixed checkpoints of {seen.checkpoints}", seen.mixed),
         _count("checkpoints lost", seen.lost),
         _count("jobs that ended otherwise than they should", seen.failed),
         Row(what="second jobs refused later", value=late, goal=0),
@@ -407,5 +408,5 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     return Result(rows=rows, facts={"leases": vars(seen)})
 
 
-def _count(what: str, lines: Sequence[str]) -> Row:
-    return Row(what=what, value=len(lines), goal=0, note=one_line("; ".join(lines)))
+def _count(title: str, lines: Sequence[str]) -> Row:
+    return Row(what=title, value=len(lines), goal=0, note=one_line("; ".join(lines)))

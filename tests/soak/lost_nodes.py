@@ -1,7 +1,7 @@
 """A job whose nodes are killed, stopped, cut off and filled up at random, until its time is over.
 
-After each event the job must go on, or end and say why, within a deadline; after all of them no
-process, no step and no checkpoint may be wrong. ``nodes`` has the nodes, ``record`` the checks.
+After each event the job must continue, or end with a reason, within a deadline. At the end all
+processes, steps and checkpoints are checked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.processes import run_ranks, train
+from harness.report import Result, Row, measured, missing
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from tests.cluster.jobs import FLAGS, environment
 from tests.soak.job_record import Record, faults, steps_of_logs
 from tests.soak.node_events import WEIGHTS, Events, role
 from tests.support.nodes import Node, Nodes, why_not
-from tests.support.ranks import run_ranks, train
-from tests.support.report import Result, Row, measured, missing
 
 _FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1", "--transport-silence-s", "10")
 TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
@@ -36,12 +36,12 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Three times what it takes, on a machine that others use too."""
+"""Three times the usual time, because other programs may use the machine."""
 _TOGETHER = 0.25
-"""How often the next event comes before the job is over this one."""
+"""Probability that the next event comes before the job has recovered from this one."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
-"""Ends with a reason from one event on, before the job must go on."""
+"""Largest number of ends with a reason after an event, before the job must continue."""
 _OURS = re.compile(
     r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
@@ -51,23 +51,24 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
-    """The job did not do what it must."""
+    """The job neither continued nor ended with a reason."""
 
 
 @dataclass(kw_only=True)
 class SoakResult:
-    """What came of a soak.
+    """Result of a soak.
 
     Attributes:
-        seed: of the random events.
-        events: what was done, a line each.
-        counts: events by kind.
-        ended: how often it ended with a reason, each with it.
-        failures: what must not be, a text each.
-        recoveries_s: by kind, from an event, or its end where it lasts, until the job went on; of
-            several together it is the last one's.
-        figures: about the whole.
-        tracebacks: last lines of those in the logs: of ranks whose peers were killed, most often.
+        seed: Seed of the random events.
+        events: Descriptions of the events, a line each.
+        counts: Number of events by kind.
+        ended: Number of ends by their reason.
+        failures: Descriptions of everything that is wrong.
+        recoveries_s: Seconds by kind from an event, or its end if it lasts, until the job
+            continued; of several events together only the last one counts.
+        figures: Figures about the whole soak.
+        tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
+            killed.
     """
 
     seed: int
@@ -80,26 +81,27 @@ class SoakResult:
     tracebacks: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
-        """What followed each kind of event; others came before the job was over the rest."""
+        """Returns the rows of recoveries by kind of event, and that of all failures."""
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
             note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
             note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
-            rows.append(measured(f"soak, {name}: until it went on", times_s, unit="s", note=note))
-        what = f"{self.counts.total()} events: times that it neither went on nor gave a reason"
-        return [*rows, Row(what=what, value=len(self.failures), goal=0)]
+            title = f"soak, {name}: until the job continued"
+            rows.append(measured(title, times_s, unit="s", note=note))
+        title = f"{self.counts.total()} events: job neither continued nor gave a reason"
+        return [*rows, Row(what=title, value=len(self.failures), goal=0)]
 
 
 class Soak:
-    """Runs one; use it as a context, and :meth:`run` once.
+    """Runs a soak; use it as a context, and call :meth:`run` once.
 
     Args:
-        folder: for logs and the shared folder.
-        seed: of the events.
-        flags: of the trainer.
-        say: told what happens, as it does.
-        kinds: of the first events, in this order; others are drawn.
+        folder: Folder for logs and the shared folder.
+        seed: Seed of the events.
+        flags: Flags of the trainer.
+        say: Function that takes a line about each event.
+        kinds: Kinds of the first events, in this order; others are drawn.
     """
 
     def __init__(
@@ -119,8 +121,8 @@ class Soak:
         self._draw = random.Random(seed)
         self._told: set[str] = set()  # nodes whose end was noticed
         self._start_s = time.monotonic()
-        self._moment_ns = 0  # of the last event, or when it was over
-        self._last = "join"  # its kind
+        self._moment_ns = 0  # time of the last event, or of its end
+        self._last = "join"  # kind of the last event
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
         self._checkpoints = self._nodes.shared / "checkpoints"
         self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
@@ -158,14 +160,14 @@ class Soak:
         else:
             (name,) = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
             name = self._kinds[0] if self._kinds else name
-            what = self._events.do(name, self._draw.choice(running))
-            if what is None:
+            description = self._events.do(name, self._draw.choice(running))
+            if description is None:
                 self._pass(1.0)
                 return
             del self._kinds[:1]
             self.result.counts[name] += 1
             self._last = name
-            self._note(what)
+            self._note(description)
             self._moment_ns = time.time_ns()
         if self._draw.random() < _TOGETHER:
             self._pass(self._draw.uniform(0.0, 8.0))
@@ -206,7 +208,7 @@ class Soak:
         """Waits until all lasting events are over and the job trains on all running nodes.
 
         Raises:
-            SoakError: it does neither go on nor end within the deadline.
+            SoakError: The job neither continued nor ended within the deadline.
         """
         begin_s = over_s = time.monotonic()
         ends = 0
@@ -232,20 +234,26 @@ class Soak:
                 raise SoakError(f"{took_s:.0f} s after the event: {lacking}; {self._tails()}")
 
     def _lacking(self) -> str:
-        """What is missing before the job goes on as it must; the empty text for nothing."""
+        """Returns what is missing before the job has recovered, empty if nothing is."""
         if len(self._record.steps_since(self._moment_ns)) < 2:
             return "no two new steps"
         state = self._state()
         if state.get("unix_ns", 0) < self._moment_ns:
             return "the state of the job is not written"
-        present = {one["name"] for one in state["machines"] if one["status"] == "present"}
-        absent = [one.name for one in self._nodes.all if one.is_running and one.name not in present]
+        present = {
+            machine["name"] for machine in state["machines"] if machine["status"] == "present"
+        }
+        absent = [
+            machine.name
+            for machine in self._nodes.all
+            if machine.is_running and machine.name not in present
+        ]
         if absent:
             return f"{absent[0]} runs and has no part in the job"
         for node in self._nodes.all:
             left = node.processes() if node.status is not None else []
             if left:
-                return f"{node.name} has ended and left {[role(one) for one in left]}"
+                return f"{node.name} has ended and left {[role(process) for process in left]}"
         return ""
 
     def _look_at_ended(self) -> None:
@@ -259,14 +267,15 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} ended with status {node.status}: {reason}")
-            is_early = node.status == _TERMINATED and not node.said  # before it had begun
+            # A node without output ended before its program had begun.
+            is_early = node.status == _TERMINATED and not node.said
             if not reason and not is_early:
                 self._fail(f"{node.name} ended with status {node.status} and no reason")
             if node.status == 1:
                 self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
-        """Every node has ended: the job must have said why. Starts them again."""
+        """Checks that the job gave a reason for the end of all nodes, and starts them again."""
         last = next((line for line in reversed(self.result.events) if "ended with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
@@ -278,12 +287,12 @@ class Soak:
         """Checks that no process is left on ended nodes.
 
         Raises:
-            SoakError: something is.
+            SoakError: A process is left.
         """
         end_s = time.monotonic() + GONE_S
         while time.monotonic() < end_s:
             left = {
-                node.name: [role(one) for one in node.processes()]
+                node.name: [role(process) for process in node.processes()]
                 for node in self._nodes.all
                 if node.processes()
             }
@@ -313,26 +322,25 @@ class Soak:
         texts = [node.log.read_text(errors="replace") for node in self._nodes.all]
         for node, text in zip(self._nodes.all, texts, strict=True):
             if match := _OURS.search(text):
-                at = match.start()
-                self._fail(
-                    f"{node.name} had an error of its own: {text[max(0, at - 900) : at + 900]}"
-                )
+                start = match.start()
+                excerpt = text[max(0, start - 900) : start + 900]
+                self._fail(f"{node.name} had an error of its own: {excerpt}")
         last = self._record.last
         printed = steps_of_logs(texts)
         expected = self._undisturbed(max([last, *(step.iteration for step in printed)]))
         epochs = self._record.epochs
-        found, worst = faults(
+        lines, worst = faults(
             epochs,
             printed,
             expected,
             first=FIRST + 1,
             batch=BATCH,
             tolerance=TOLERANCE,
-            damaged=[one[:2] for one in self._events.damaged],
+            damaged=[damage[:2] for damage in self._events.damaged],
         )
-        for text in found[:20]:
+        for text in lines[:20]:
             self._fail(text)
-        self.result.tracebacks += [one for text in texts for one in _TRACEBACK.findall(text)]
+        self.result.tracebacks += [line for text in texts for line in _TRACEBACK.findall(text)]
         self.result.figures |= {
             "steps": last,
             "epochs": len(epochs),
@@ -347,30 +355,30 @@ class Soak:
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
         steps = folder.steps()
-        found = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
-        for iteration in found:
+        iterations = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
+        for iteration in iterations:
             folder.open(iteration)
-        words = ["--reload", ",".join(map(str, found)), *self._alone]
+        arguments = ["--reload", ",".join(map(str, iterations)), *self._alone]
         try:
-            run_ranks([TRAINER, *words, "--load", str(self._checkpoints)], 1, 300.0)
+            run_ranks([TRAINER, *arguments, "--load", str(self._checkpoints)], 1, 300.0)
         except RuntimeError as error:
-            self._fail(f"not all of {found} load: {error}")
+            self._fail(f"not all of {iterations} load: {error}")
         if folder.latest() != max(steps):
             self._fail(f"the latest checkpoint is {folder.latest()}, and there are {list(steps)}")
-        return len(found)
+        return len(iterations)
 
     def _first_checkpoint(self) -> None:
         """Trains a few steps in one process, because initial weights depend on the shape."""
-        words = ["--save", str(self._checkpoints), "--save-interval", "10"]
-        words += ["--exit-interval", str(FIRST)]
-        run_ranks([TRAINER, *self._alone, *words], 1, 1800.0)
+        arguments = ["--save", str(self._checkpoints), "--save-interval", "10"]
+        arguments += ["--exit-interval", str(FIRST)]
+        run_ranks([TRAINER, *self._alone, *arguments], 1, 1800.0)
         shutil.copytree(self._checkpoints, self._folder / "first")
 
     def _undisturbed(self, last: int) -> dict[int, float]:
-        """Losses of one process that goes on alone from the first checkpoint."""
-        words = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
-        words = [TRAINER, *self._alone, *words]
-        lines = train(words, self._folder / "undisturbed", 1, 1800.0)
+        """Returns the losses of one process that continues alone from the first checkpoint."""
+        arguments = ["--load", str(self._folder / "first"), "--exit-interval", str(last)]
+        arguments = [TRAINER, *self._alone, *arguments]
+        lines = train(arguments, self._folder / "undisturbed", 1, 1800.0)
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -382,17 +390,17 @@ class Soak:
             self._events.end_due(all_of_them=True)
             for node in self._nodes.all:
                 self._boot(node)
-            self._settle()  # if even that fails, so does the soak
+            self._settle()  # a failure here ends the soak
 
     def _out(self) -> list[Node]:
         return [node for node in self._nodes.all if not node.is_running]
 
     def _state(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
-            told: dict[str, Any] = json.loads(
+            state: dict[str, Any] = json.loads(
                 (self._checkpoints / "elastic" / "state.json").read_text()
             )
-            return told
+            return state
         return {}
 
     def _note(self, text: str) -> None:
@@ -408,7 +416,7 @@ class Soak:
 
     def _tails(self) -> str:
         return "".join(
-            f"\n--- {node.name} (status {node.status}, {[role(one) for one in node.processes()]})"
+            f"\n--- {node.name} (status {node.status}, {list(map(role, node.processes()))})"
             f"\n{_tail(node.said)}"
             for node in self._nodes.all
             if node.is_on
@@ -418,14 +426,14 @@ class Soak:
 def soaked(
     folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
 ) -> Result:
-    """Runs a soak and prints what happens as it does; of no rows but a note without root.
+    """Runs a soak and prints its events; without root the result is a note.
 
     Args:
-        folder: for its logs.
-        events: how many.
-        minutes: after which no event comes.
-        seed: of the events.
-        kinds: of the first ones.
+        folder: Folder for its logs.
+        events: Number of events.
+        minutes: Time after which no event begins.
+        seed: Seed of the events.
+        kinds: Kinds of the first events.
     """
     if (reason := why_not()) is not None:
         return Result(rows=[missing("soak", reason)])
@@ -433,21 +441,21 @@ def soaked(
     folder = folder / "soak"
     folder.mkdir(parents=True)
     with Soak(folder, seed, [*FLAGS, *_FLAGS], _say, kinds) as job:
-        found = job.run(events, minutes * 60)
-    went_on = sum(map(len, found.recoveries_s.values()))
-    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
-    for line in found.ended:
+        result = job.run(events, minutes * 60)
+    continued = sum(map(len, result.recoveries_s.values()))
+    print(f"seed {result.seed}: continued {continued} times, ended {len(result.ended)} times")
+    for line in result.ended:
         print(f"ended with the reason: {line}")
-    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
-    for text in found.tracebacks:
+    print(", ".join(f"{value} {name}" for name, value in result.figures.items()))
+    for text in result.tracebacks:
         print(f"a traceback ended with: {text}")
-    for text in found.failures:
-        print(f"FAILED (seed {found.seed}): {text}")
-    return Result(rows=found.rows(), facts={"soak": vars(found)})
+    for text in result.failures:
+        print(f"FAILED (seed {result.seed}): {text}")
+    return Result(rows=result.rows(), facts={"soak": vars(result)})
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Ends the program so that resources are closed: namespaces and mounts would outlive it."""
+    """Ends the program with its contexts closed, because namespaces and mounts would remain."""
     raise SystemExit(128 + number)
 
 

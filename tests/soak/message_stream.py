@@ -1,7 +1,7 @@
-"""Millions of messages through one channel: none may be lost, and nothing may grow.
+"""Millions of messages through one channel: none may be lost, and no memory may grow.
 
-The receiver keeps a few payloads and drops them in another order, so that slots come back out of
-order. Both ends look at their memory and descriptors all the way.
+The receiver keeps a few payloads and drops them in another order, so that slots are freed out of
+order. Both ends watch their memory and descriptors.
 
     python -m tests.soak.message_stream [--quick] [--messages 10000000] [--json FILE]
 """
@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import torch
 
+from harness.report import Result, Row, parser_of
+from harness.report import measure as run_parts
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
-from tests.support.report import Result, Row, parser_of
-from tests.support.report import measure as run_parts
 
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
@@ -41,7 +41,7 @@ _BATCH = 256
 _HELD = 8
 _LOOKS = 50
 _ROTATING = 24
-"""Tensors of a size that the sender uses in turns: more than there are slots, so that some wait."""
+"""Number of tensors of a size that the sender uses in turns, more than slots, so that some wait."""
 
 
 class Link:
@@ -64,7 +64,7 @@ class Link:
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
-        """Waits until no payload is needed here any more."""
+        """Waits until the memory of all sent payloads may be reused."""
         self.transport.flush(LIMIT_S)
 
     def receive(self) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Is one end; sends the parent its figures, or the error as text."""
+    """Runs one end; sends its figures or its error to the parent."""
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ def be_rank(rank: int, connection: Connection, messages: int) -> None:
         figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
         link.settle()
         connection.send(figures)
-        connection.recv()  # the other end is done as well
+        connection.recv()  # waits until the other end is done too
         link.transport.close()
     except Exception as error:
         connection.send(f"rank {rank}: {type(error).__name__}: {error}")
@@ -166,7 +166,7 @@ def measure(messages: int) -> Result:
 
 
 def mapped_bytes() -> int:
-    """Size of all channels over shared memory that this process has."""
+    """Returns the size of all channels over shared memory of this process."""
     ranges = [
         line.split()[0].split("-")
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -176,13 +176,13 @@ def mapped_bytes() -> int:
 
 
 def look() -> tuple[int, int]:
-    """Resident bytes and descriptors of this process."""
-    own = psutil.Process()
-    return own.memory_info().rss, own.num_fds()
+    """Returns resident bytes and number of descriptors of this process."""
+    process = psutil.Process()
+    return process.memory_info().rss, process.num_fds()
 
 
 def words_of(number: int) -> int:
-    """Size of a message, the same on both ends."""
+    """Returns the size of a message, the same on both ends."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
@@ -190,18 +190,18 @@ def words_of(number: int) -> int:
 
 def _send(link: Link, messages: int, every: int, looks: list[tuple[int, int]]) -> None:
     rings = {
-        words: [torch.arange(words, dtype=torch.int64) for _ in range(_ROTATING)]
-        for words in (*WORDS, PIECES_WORDS)
+        size: [torch.arange(size, dtype=torch.int64) for _ in range(_ROTATING)]
+        for size in (*WORDS, PIECES_WORDS)
     }
     used = dict.fromkeys(rings, 0)
     for number in range(messages):
-        words = words_of(number)
-        turn = used[words]
-        used[words] += 1
+        size = words_of(number)
+        turn = used[size]
+        used[size] += 1
         if turn % _ROTATING == 0:
-            link.settle()  # none of this size may still be on its way when it is written again
-        payload = rings[words][turn % _ROTATING]
-        if words:
+            link.settle()  # a tensor must not be written while it is being sent
+        payload = rings[size][turn % _ROTATING]
+        if size:
             ctypes.c_int64.from_address(payload.data_ptr()).value = number
         link.send(payload)
         if number % _BATCH == _BATCH - 1:
@@ -231,33 +231,33 @@ def _receive(link: Link, messages: int, every: int, looks: list[tuple[int, int]]
 
 
 def _check(payload: torch.Tensor, number: int) -> None:
-    words = words_of(number)
-    assert payload.numel() == words, f"message {number} has {payload.numel()} elements, not {words}"
-    if words == 0:
+    size = words_of(number)
+    assert payload.numel() == size, f"message {number} has {payload.numel()} elements, not {size}"
+    if size == 0:
         return
     address = payload.data_ptr()
     first = ctypes.c_int64.from_address(address).value
     assert first == number, f"message {first} came where {number} was due"
-    last = ctypes.c_int64.from_address(address + 8 * (words - 1)).value
-    assert words == 1 or last == words - 1, f"message {number} ends with {last}, not {words - 1}"
+    last = ctypes.c_int64.from_address(address + 8 * (size - 1)).value
+    assert size == 1 or last == size - 1, f"message {number} ends with {last}, not {size - 1}"
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Bytes and descriptors by which a process grew, after the first fifth of the soak.
+    """Returns the bytes and descriptors by which a process grew after the first fifth of the soak.
 
-    Compared are the least of the second fifth and the least of the last: a process that grows does
-    not come back.
+    The minimum of the last fifth is compared with that of the second, because a process that grows
+    never shrinks to its former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]
     return (
-        min(one[0] for one in late) - min(one[0] for one in early),
-        min(one[1] for one in late) - min(one[1] for one in early),
+        min(look[0] for look in late) - min(look[0] for look in early),
+        min(look[1] for look in late) - min(look[1] for look in early),
     )
 
 
 def main() -> int:
-    """Streams as the command line says; returns 1 if a limit is missed."""
+    """Streams and prints; returns 1 if a limit is missed."""
     parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
     parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What happens to the nodes of a job: each kind of event, and its end where it lasts."""
+"""Events that happen to the nodes of a job, and the ends of those that last."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ WEIGHTS = {
 }
 """Weights by which kinds of events are drawn."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
-"""Ranges of how long it lasts, where it does: less than the time limit of silence, and more."""
+"""Ranges of the durations of events: shorter than the time limit of silence, and longer."""
 
 
 class Events:
-    """Does events to nodes.
+    """Causes events on nodes.
 
     Args:
-        nodes: to do them to.
-        draw: random numbers.
-        note: told when something that lasts is over.
-        checkpoints: folder of the job's.
+        nodes: Nodes of the job.
+        draw: Generator of random numbers.
+        note: Function that takes a line when an event that lasts is over.
+        checkpoints: Folder of the job's checkpoints.
 
     Attributes:
-        damaged: checkpoints of which a bit was flipped: iteration, moment in ns, and inode of the
-            folder, by which one that was written anew is known.
+        damaged: Checkpoints with a flipped bit: iteration, time in nanoseconds, and inode of the
+            folder, which differs if it was written again.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether nothing lasts any more."""
+        """Whether no event lasts any more."""
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
         """Causes one event.
 
         Args:
-            name: of its kind.
-            node: to do it to.
+            name: Kind of the event.
+            node: Node on which it happens.
 
         Returns:
-            What was done, ``None`` where there is nothing to do it to.
+            Description of the event, ``None`` if it is not possible now.
         """
-        what = node.name
+        description = node.name
         undo: Undo | None = None
         if name in ("kill-rank", "kill-agent", "stop-rank", "stop-agent"):
             processes = node.ranks() if name.endswith("rank") else node.helpers()
             if not processes:
                 return None
-            one = self._draw.choice(processes)
-            what += f", {role(one)}"
-            send([one], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
-            undo = None if name.startswith("kill") else partial(send, [one], signal.SIGCONT)
+            process = self._draw.choice(processes)
+            description += f", {role(process)}"
+            send([process], signal.SIGKILL if name.startswith("kill") else signal.SIGSTOP)
+            undo = None if name.startswith("kill") else partial(send, [process], signal.SIGCONT)
         elif name == "kill-node":
             node.off()
         elif name == "power-off":
@@ -102,44 +102,44 @@ class Events:
             undo = node.mend
         elif name in ("disk-full", "trace-full"):
             disk = self._nodes.shared if name == "disk-full" else self._nodes.traces
-            what = f"the folder of {disk.name}"
+            description = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
-        elif name == "bit-flip":  # and a rank is lost, so that it is loaded
+        elif name == "bit-flip":  # a rank is killed too, so that the checkpoint is loaded
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
-            what += f", {flipped}"
+            description += f", {flipped}"
             send([self._draw.choice(ranks)], signal.SIGKILL)
         else:
             number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
             if not (runner := node.helpers()[:1]):
                 return None
             send(runner, number)
-            what += f", {number.name}"
+            description += f", {number.name}"
         if undo is None:
-            return f"{name} {what}"
+            return f"{name} {description}"
         lasts_s = self._draw.uniform(*self._draw.choice(LASTS_S))
-        self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
-        return f"{name} {what} for {lasts_s:.1f} s"
+        self._undo.append((time.monotonic() + lasts_s, f"{name} {description} is over", undo))
+        return f"{name} {description} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
         """Flips a bit of the newest complete checkpoint; returns file and bit.
 
-        Without a whole one before it nothing is left that the job could go on from: ``None``.
+        Returns ``None`` if there is no older whole checkpoint from which the job could continue.
         """
         steps = sorted(self._checkpoints.steps().items())
         inodes = {inode for _, _, inode in self.damaged}
         if not any(path.stat().st_ino not in inodes for _, path in steps[:-1]):
             return None
         iteration, folder = steps[-1]
-        path = self._draw.choice([one for one in sorted(folder.iterdir()) if one.stat().st_size])
+        path = self._draw.choice([file for file in sorted(folder.iterdir()) if file.stat().st_size])
         self.damaged.append((iteration, time.time_ns(), folder.stat().st_ino))
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
         """Ends events that have lasted long enough; returns whether there was any."""
         now_s = time.monotonic()
-        due = [one for one in self._undo if all_of_them or one[0] <= now_s]
+        due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:
             self._undo.remove(entry)
             self._note(entry[1])
@@ -148,14 +148,14 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """What a process of the job is, in a word, and its state."""
+    """Returns the role of a process of the job in a word, and its state."""
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
+        command = process.cmdline()
         parent = process.parent()
-        name = "forkserver" if any("rank_forkserver" in word for word in words) else "run"
-        if name == "forkserver" and parent is not None and parent.cmdline() == words:
+        name = "forkserver" if any("rank_forkserver" in word for word in command) else "run"
+        if name == "forkserver" and parent is not None and parent.cmdline() == command:
             name = "rank"
-        if "--agent" in words:
+        if "--agent" in command:
             name = "agent"
         return f"{name} {process.pid} {process.status()}"
     return f"process {process.pid}"

@@ -1,7 +1,7 @@
-"""The trainer, which writes down where its ranks listen and counts them as of two machines.
+"""The trainer, whose ranks write the ports at which they listen and appear to be on two machines.
 
-Folder and seconds of a step are in ``OBSERVED_PORTS`` and ``OBSERVED_STEP_S``: a step waits, so
-that those who talk to its listeners get their share of the processors.
+``OBSERVED_PORTS`` is the folder of these files. A step waits for ``OBSERVED_STEP_S`` seconds, so
+that programs that talk to the listeners get their share of the processors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.soak.slow_trainer import slow_down  # noqa: E402
 
 
 def observe(folder: Path) -> None:
-    """Lets the ranks compare their clocks, as on two machines, and note the port of it."""
+    """Makes the ranks compare their clocks, as on two machines, and write the port used for it."""
     start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
 
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:
         return start(clock_id=f"{clock_id} {rank}", rank=rank, **more)
 
-    def serve_observed(self: Any, *given: Any, **more: Any) -> None:
-        serve(self, *given, **more)
+    def serve_observed(self: Any, *arguments: Any, **options: Any) -> None:
+        serve(self, *arguments, **options)
         (folder / "clocks").write_text(str(self.port))
 
     executor_setup.start_clock_sync = start_between_machines

@@ -1,8 +1,8 @@
-"""Steps of models with cut points: as the planner predicts them from a profile, and as measured.
+"""Steps of models with cut points, measured and as the planner predicts them from a profile.
 
-Two processes of this machine. The model is profiled, the planner chooses as it does for a
-``Pipeline`` without sizes, and its best shapes are trained in. Run as a program it is one rank of
-that, and its arguments are the name of a model, steps, and a file for its results.
+A model is profiled on two processes of this machine, the planner chooses as it does for a
+``Pipeline`` without sizes, and its best shapes are trained. As a program this file is one rank; its
+arguments are the name of a model, the number of steps, and a file for its results.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.processes import run_ranks
+from harness.report import Result, Row
 from tests.multiprocess.launch import ROOT
-from tests.support.ranks import run_ranks
-from tests.support.report import Result, Row
 
 EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
 STEPS, QUICK_STEPS, WARM_UP = 30, 10, 3
 SIZES = {"mlp": 256, "vit": 16}
-"""Samples of a step of each model of ``examples/cutpoint``."""
+"""Number of samples of a step, by model of ``examples/cutpoint``."""
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
     """Compares numbers of pieces; returns a row for each model and shape.
 
     Args:
-        folder: for what the ranks tell.
-        quick: with fewer steps.
+        folder: Folder for the results of the ranks.
+        quick: Whether to take fewer steps.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rows = []
     for name, samples in SIZES.items():
         output = folder / f"{name}.json"
-        words = [str(Path(__file__).resolve()), name, str(QUICK_STEPS if quick else STEPS)]
-        run_ranks([*words, str(output)], PROCESSES, LIMIT_S)
-        found[name] = json.loads(output.read_text())
-        for one in found[name]:
-            what = f"{name}, steps of {samples} samples, {one['shape']}: predicted by measured"
-            low, _, high = (value * 1e3 for value in one["quartiles_s"])
-            note = f"{one['predicted_s'] * 1e3:.1f} ms by {one['measured_s'] * 1e3:.1f} ms"
+        command = [str(Path(__file__).resolve()), name, str(QUICK_STEPS if quick else STEPS)]
+        run_ranks([*command, str(output)], PROCESSES, LIMIT_S)
+        results[name] = json.loads(output.read_text())
+        for shape in results[name]:
+            title = f"{name}, steps of {samples} samples, {shape['shape']}: predicted by measured"
+            low, _, high = (value * 1e3 for value in shape["quartiles_s"])
+            note = f"{shape['predicted_s'] * 1e3:.1f} ms by {shape['measured_s'] * 1e3:.1f} ms"
             note += f" (the middle half {low:.1f} to {high:.1f})"
-            rows.append(Row(what=what, value=one["predicted_s"] / one["measured_s"], note=note))
-    return Result(rows=rows, facts={"pieces": found})
+            rows.append(
+                Row(what=title, value=shape["predicted_s"] / shape["measured_s"], note=note)
+            )
+    return Result(rows=rows, facts={"pieces": results})
 
 
 def _rank(name: str, steps: int, target: Path) -> None:
@@ -70,7 +72,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
     with Pipeline(model(), batch, **options) as chosen:
         plan = chosen.plan
         assert plan is not None
-    told = []
+    results = []
     for option in (plan.best, *plan.others)[:SHAPES]:
         with Pipeline(
             model(),
@@ -88,7 +90,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
                 pipeline.step(part)
                 seconds.append(time.perf_counter() - begin_s)
             taken = seconds[WARM_UP:]
-            told.append(
+            results.append(
                 {
                     "shape": str(option),
                     "predicted_s": option.seconds,
@@ -97,7 +99,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
                 }
             )
             if torch.distributed.get_rank() == 0:
-                target.write_text(json.dumps(told))
+                target.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

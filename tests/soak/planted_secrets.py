@@ -1,8 +1,8 @@
 """Scans real jobs for planted secrets as another user of the machine would.
 
-Secrets are planted in the environment of a job over ssh, in ``conf.sh`` of a job of pods and of one
-of Slurm. While the jobs run, a process of another user reads every command line and every file that
-it may, again and again.
+Secrets are planted in the environment of a job over ssh, and in ``conf.sh`` of a job of pods and of
+a job of Slurm. While the jobs run, a process of another user repeatedly reads every command line
+and every file that it may read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
 PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
-"""A variable that is no secret and must arrive as it is."""
+"""A variable that is no secret and must arrive unchanged."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
 _SERVER = """
@@ -62,36 +62,36 @@ TRAINER_FLAGS='--vocab-size 255'
 class Scanner:
     """Looks for secrets as another user, from its start to :meth:`close`.
 
-    The process that looks gives up all rights where this one is root's; elsewhere it leaves out
-    files that others may not read. It begins at once: make it before there are threads.
+    If this process is root's, the searching process gives up all rights; otherwise it skips files
+    that others may not read. It is forked at once, so make it before there are threads.
 
     Args:
-        secrets: what must not be found.
-        folders: that are searched, with all below.
+        secrets: Texts that must not be found.
+        folders: Folders that are searched, with all folders below.
     """
 
     def __init__(self, secrets: Sequence[str], folders: Sequence[Path]) -> None:
         fork = multiprocessing.get_context("fork")
-        self._link, theirs = fork.Pipe()
-        wanted = [secret.encode() for secret in secrets]
-        self._process = fork.Process(target=_serve, args=(theirs, wanted, folders), daemon=True)
+        self._link, scanner_end = fork.Pipe()
+        texts = [secret.encode() for secret in secrets]
+        self._process = fork.Process(target=_serve, args=(scanner_end, texts, folders), daemon=True)
         self._process.start()
-        theirs.close()
+        scanner_end.close()
 
     def files(self) -> tuple[int, list[str]]:
-        """Searches the folders now; returns how many files could be read, and those with finds."""
+        """Searches the folders now; returns the number of files read, and those with secrets."""
         self._link.send("files")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
-        found: tuple[int, list[str]] = self._link.recv()
-        return found
+        result: tuple[int, list[str]] = self._link.recv()
+        return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Ends it; returns how many different command lines were read, and those with finds."""
+        """Ends the search; returns the number of command lines, and those with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
-        found: tuple[int, list[str]] = self._link.recv()
+        result: tuple[int, list[str]] = self._link.recv()
         self._process.join(LIMIT_S)
-        return found
+        return result
 
 
 def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> None:
@@ -108,14 +108,14 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
             with contextlib.suppress(OSError):
                 lines.add(path.read_bytes())
         if asked == "files":
-            read, found = 0, []
+            read, paths = 0, []
             for path in _readable(folders, begun_s, is_other):
                 with contextlib.suppress(OSError):
                     content = path.read_bytes()
                     read += 1
                     if any(secret in content for secret in secrets):
-                        found.append(str(path))
-            link.send((read, found))
+                        paths.append(str(path))
+            link.send((read, paths))
         elif asked == "end":
             bad = [line for line in lines if any(secret in line for secret in secrets)]
             link.send((len(lines), [line.replace(b"\0", b" ").decode() for line in bad]))
@@ -123,13 +123,13 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were written since then and that others may read."""
+    """Yields files that were written since a time and that others may read."""
     for folder in folders:
-        for place, below, names in os.walk(folder):
+        for parent, below, names in os.walk(folder):
             if not is_other:
-                below[:] = [b for b in below if os.lstat(Path(place, b)).st_mode & stat.S_IXOTH]
+                below[:] = [b for b in below if os.lstat(Path(parent, b)).st_mode & stat.S_IXOTH]
             for name in names:
-                path = Path(place, name)
+                path = Path(parent, name)
                 with contextlib.suppress(OSError):
                     status = path.lstat()
                     may = is_other or status.st_mode & stat.S_IROTH
@@ -142,15 +142,16 @@ def measure(seed: int = 1) -> dict[str, Any]:
     """Runs the jobs and scans them.
 
     Args:
-        seed: of the secrets.
+        seed: Seed of the secrets.
 
     Returns:
-        ``found``: places where a secret was found; ``commands``, ``files``: how many were read;
-        ``seen``: of two secrets planted in sight, how many the scanner saw; ``arrived``: jobs whose
-        processes had all the variables, of ``jobs``; ``skipped``: why a job was not run.
+        ``found``: places with a secret; ``commands`` and ``files``: numbers of command lines and
+        files that were read; ``seen``: number of two visible secrets that the scanner found;
+        ``arrived``: number of ``jobs`` whose processes had all variables; ``skipped``: reasons why
+        jobs were not run.
     """
     draw = random.Random(seed)
-    # Marks that a shell, JSON and a regular expression would each mistake for their own.
+    # These characters have a meaning in a shell, in JSON and in regular expressions.
     secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
     planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
     with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
@@ -159,26 +160,26 @@ def measure(seed: int = 1) -> dict[str, Any]:
         seen = _seen_in_sight(folder)
         # Temporary files of the jobs are in their folders too.
         scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
-        arrived, skipped, files, found = 0, [], 0, list[str]()
+        arrived, skipped, files, hits = 0, [], 0, list[str]()
 
         def scan() -> None:
             nonlocal files
             read, places = scanner.files()
             files += read
-            found.extend(places)
+            hits.extend(places)
 
         jobs = (_over_ssh, _on_pods, _on_slurm)
         for job in jobs:
-            own = folder / job.__name__.strip("_")
-            own.mkdir()
+            job_folder = folder / job.__name__.strip("_")
+            job_folder.mkdir()
             try:
-                arrived += job(own, planted, scan)
+                arrived += job(job_folder, planted, scan)
             except _CannotRunError as error:
                 skipped.append(str(error))
             scan()
         commands, lines = scanner.close()
     return {
-        "found": [*dict.fromkeys(found), *lines],
+        "found": [*dict.fromkeys(hits), *lines],
         "commands": commands,
         "files": files,
         "seen": seen,
@@ -193,7 +194,7 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Counts which of a command line and a file with a secret in it the scanner sees."""
+    """Returns how many of a visible command line and a visible file with a secret are found."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -215,17 +216,17 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
-    wanted = {**planted, **PLAIN}
+    expected = {**planted, **PLAIN}
     (folder / "machines.txt").write_text("far name=far slots=1\n")
-    words = command(
+    arguments = command(
         folder / "machines.txt",
         folder / "checkpoints",
         ["--train-iters", "99999", "--save-interval", "99999"],
         flags=[*FLAGS, "--pipeline-model-parallel-size", "1"],
     )
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    given = environment(**wanted, PATH=path, TMPDIR=str(folder))
-    manager = start(words, folder / "log.txt", given)
+    variables = environment(**expected, PATH=path, TMPDIR=str(folder))
+    manager = start(arguments, folder / "log.txt", variables)
     server = int((folder / "sshd.pid").read_text())
     job = JobFolder(folder / "checkpoints")
     try:
@@ -234,9 +235,13 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         (node,) = job.state()["machines"]
         agent = psutil.Process(node["pid"])
         far = [agent, *agent.children(recursive=True)]
-        assert manager.pid not in {one.pid for one in agent.parents()}, "ssh was not in between"
-        # Ranks are forked from the last of them, with its variables.
-        arrived = len(far) > 1 and all(wanted.items() <= one.environ().items() for one in far[:2])
+        assert manager.pid not in {process.pid for process in agent.parents()}, (
+            "ssh was not in between"
+        )
+        # Ranks are forked from the last process, with its variables.
+        arrived = len(far) > 1 and all(
+            expected.items() <= process.environ().items() for process in far[:2]
+        )
         manager.send_signal(signal.SIGTERM)
         assert manager.wait(LIMIT_S) == 128 + signal.SIGTERM, (folder / "log.txt").read_text()
         return arrived
@@ -251,14 +256,14 @@ def _ssh_programs(folder: Path) -> Path:
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for this folder
     subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
     return programs
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets, which is its user's alone to read."""
+    """Writes a ``conf.sh`` with the secrets that only its user may read."""
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -269,32 +274,35 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
     """Runs a job of one pod, and makes its page and its status."""
     conf = _conf(folder, planted)
-    wanted = {**planted, **PLAIN}
-    words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
+    expected = {**planted, **PLAIN}
+    arguments = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
     arrived = False
-    given = environment(PYTHON=sys.executable, TMPDIR=str(folder))
-    job = start(words, folder / "log.txt", given)
+    variables = environment(PYTHON=sys.executable, TMPDIR=str(folder))
+    job = start(arguments, folder / "log.txt", variables)
     while job.poll() is None:
         with contextlib.suppress(psutil.Error):
-            for one in psutil.Process(job.pid).children(recursive=True):
+            for process in psutil.Process(job.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    arrived |= wanted.items() <= one.environ().items() and "RANK" in one.environ()
+                    arrived |= (
+                        expected.items() <= process.environ().items()
+                        and "RANK" in process.environ()
+                    )
         time.sleep(_PERIOD_S)
     assert job.returncode == 0, (folder / "log.txt").read_text()
     scan()
     (run,) = (path.parent for path in folder.glob("logs/*/run.json"))
     module = [sys.executable, "-m", "megatron.adaptive"]
-    for own in (
+    for view in (
         ["job", "report", str(run)],
         ["job", "status", run.name, "--log-dir", str(run.parent), "--json"],
     ):
-        done = subprocess.run([*module, *own], env=environment(), capture_output=True, check=True)
-        (folder / f"{own[1]}.txt").write_bytes(done.stdout + done.stderr)
+        done = subprocess.run([*module, *view], env=environment(), capture_output=True, check=True)
+        (folder / f"{view[1]}.txt").write_bytes(done.stdout + done.stderr)
     return arrived
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to programs that take Slurm's place and write down what they were given."""
+    """Submits a job to programs that stand for Slurm's and write down their input."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")
@@ -306,7 +314,7 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     )
     for path in programs.iterdir():
         path.chmod(0o755)
-    words = [
+    arguments = [
         sys.executable,
         "-m",
         "megatron.adaptive",
@@ -316,10 +324,10 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     ]
     path_text = f"{programs}{os.pathsep}{os.environ['PATH']}"
     variables = {**environment(), "PATH": path_text, "TMPDIR": str(folder)}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (settings,) = folder.glob("logs/submitted/*.json")
-    given = json.loads(settings.read_text())
-    assert {*given["secrets"]} == {*planted}
-    assert PLAIN.items() <= given["conf"].items()
+    content = json.loads(settings.read_text())
+    assert {*content["secrets"]} == {*planted}
+    assert PLAIN.items() <= content["conf"].items()
     return planted.items() <= json.loads(kept.read_text()).items()

@@ -1,10 +1,10 @@
-"""What live re-partition regains of a slow rank's time, and what moving a layer takes.
+"""Share of a slow rank's delay that moving layers regains, and the time of moving a layer.
 
-Four ranks train a GPT whose layers take a given time (``timed_layers.py``), on one of them 1.5
-times as long. ``--repartition auto`` chooses a partition; then the same processes train in turns
-under that one, under equal stages and under the partition that is best of all in simulation, so
-that what else the machine does meanwhile falls on all three. Then a small GPT at full speed hands
-single layers to and fro.
+Four ranks train a GPT whose layers take a chosen time (``timed_layers.py``), on one rank 1.5 times
+as long. ``--repartition auto`` chooses a partition. Then the same processes train in turns with
+this partition, with equal stages and with the partition that is best in simulation, so that other
+programs slow down all three alike. Then a small GPT at full speed moves single layers back and
+forth.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.processes import train
+from harness.report import Result, Row
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.choose_partition import Loads, simulated_step
 from megatron.adaptive.schedule.catalog import make_candidate
 from megatron.adaptive.schedule.stage_placement import Placement
-from tests.support.ranks import train
-from tests.support.report import Result, Row
 
 WORKER = Path(__file__).parents[1] / "support" / "timed_layers.py"
 GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5
@@ -35,7 +35,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # The norm that gradients are clipped by adds up in another order after a move.
+    # After a move the norm for clipping gradients is summed in another order.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -64,22 +64,27 @@ def repartition(folder: Path, *, quick: bool) -> Result:
 
 
 def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
-    best, told = _ideal(), folder / "turns.json"
+    best, turns_file = _ideal(), folder / "turns.json"
     even = (LAYERS // RANKS,) * RANKS
     most = MOST_BEFORE + 3 * TURN_STEPS * rounds
-    asked = {"others": [even, best], "steps": TURN_STEPS, "rounds": rounds, "told": str(told)}
+    settings = {
+        "others": [even, best],
+        "steps": TURN_STEPS,
+        "rounds": rounds,
+        "told": str(turns_file),
+    }
     slow = {"LAYER_MS": str(LAYER_MS), "SLOW_RANKS": str(SLOW_RANK), "SLOW_FACTOR": str(FACTOR)}
-    words = [*TIMED, *AUTO]
-    lines = _train(words, folder / "turns", most, {**slow, "COMPARE": json.dumps(asked)})
+    flags = [*TIMED, *AUTO]
+    lines = _train(flags, folder / "turns", most, {**slow, "COMPARE": json.dumps(settings)})
     losses = {line["iteration"]: line["loss"] for line in lines if "loss" in line}
     still = _train([*TIMED], folder / "still", most, {})
     pairs = [(losses[line["iteration"]], line["loss"]) for line in still if "loss" in line]
     worst = max(abs(first / second - 1) for first, second in pairs)
-    turns = json.loads(told.read_text())
+    turns = json.loads(turns_file.read_text())
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Without a move, or on a machine too busy to tell a slow rank, nothing is regained.
+    # Without a move, or if other programs hide the slow rank, nothing is regained.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -93,50 +98,50 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
         "regained": regained,
         "repartition_chosen": list(chosen),
         "repartition_chosen_after": first,
-        "repartition_step_ms": {name: took[one] for name, one in named.items()},
+        "repartition_step_ms": {name: took[partition] for name, partition in named.items()},
         "repartition_loss_difference": worst,
     }
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Median of a step under each partition, without the first one after each move."""
+    """Returns the median step of each partition, without the first step after a move."""
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
-    found: dict[tuple[int, ...], list[float]] = {}
-    for at, partition in turns["turns"]:
-        found.setdefault(tuple(partition), []).extend(
-            steps[step] for step in range(at + 1, at + TURN_STEPS)
+    seconds: dict[tuple[int, ...], list[float]] = {}
+    for first, partition in turns["turns"]:
+        seconds.setdefault(tuple(partition), []).extend(
+            steps[step] for step in range(first + 1, first + TURN_STEPS)
         )
-    return {partition: statistics.median(values) for partition, values in found.items()}
+    return {partition: statistics.median(values) for partition, values in seconds.items()}
 
 
 def _ideal() -> tuple[int, ...]:
-    """The best of all partitions for the speeds that the ranks truly have."""
+    """Returns the best of all partitions for the true speeds of the ranks."""
     each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
     even = (LAYERS // RANKS,) * RANKS
     loads = Loads(
         placement=Placement(num_ranks=RANKS, num_chunks=1),
         partition=even,
-        layer_s=tuple(((one, 2 * one, 0.0),) for one in each),
+        layer_s=tuple(((layer_s, 2 * layer_s, 0.0),) for layer_s in each),
         beside_s=((0.0, 0.0, 0.0),) * RANKS,
         most_layers=(math.inf,) * RANKS,
     )
     step_s = simulated_step(loads, make_candidate("1f1b", RANKS, 1, MICROBATCHES), MICROBATCHES)
     near = range(even[0] - 3, even[0] + 4)
     every = [(*first, LAYERS - sum(first)) for first in itertools.product(near, repeat=RANKS - 1)]
-    return min((one for one in every if one[-1] >= 0), key=step_s)
+    return min((partition for partition in every if partition[-1] >= 0), key=step_s)
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
     """Moves a layer from one rank to the next and back."""
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
-    at = [6 + 4 * number for number in range(moves)]
-    words = ",".join(f"{step}:{next(partitions)}" for step in at)
-    lines = _train([*SMALL, *AUTO], folder / "moves", at[-1] + 4, {"MOVES": words})
+    moved = [6 + 4 * number for number in range(moves)]
+    text = ",".join(f"{step}:{next(partitions)}" for step in moved)
+    lines = _train([*SMALL, *AUTO], folder / "moves", moved[-1] + 4, {"MOVES": text})
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     took_ms = [line["seconds"] * 1e3 for line in lines if "repartitioned" in line]
     assert len(took_ms) == moves
-    step_ms = statistics.median(steps[step] for number in at for step in (number - 1, number))
-    after_ms = statistics.median(steps[step + 1] for step in at)
+    step_ms = statistics.median(steps[step] for number in moved for step in (number - 1, number))
+    after_ms = statistics.median(steps[step + 1] for step in moved)
     move_ms = statistics.median(took_ms)
     whole = (move_ms + max(0.0, after_ms - step_ms)) / step_ms
     print(
@@ -147,8 +152,8 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 
 
 def _train(
-    words: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
+    flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Trains on four ranks; returns the lines of the progress file."""
-    words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
-    return train(words, folder, RANKS, LIMIT_S, settings)
+    flags = [str(WORKER), *COMMON, *flags, "--train-iters", str(steps)]
+    return train(flags, folder, RANKS, LIMIT_S, settings)

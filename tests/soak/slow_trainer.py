@@ -1,8 +1,8 @@
-"""The trainer with steps that take a while, as if the model were large, at no cost of processors.
+"""The trainer with steps that wait, as if the model were large, but without using processors.
 
-Seconds that each step waits are in ``SOAK_STEP_S``; what is computed stays the same. With
-``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` it only loads checkpoints, one after the
-other as training does.
+``SOAK_STEP_S`` is the number of seconds that each step waits; its results are the same. With
+``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` the program only loads checkpoints, one after
+the other, as training does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.adaptive import accelerator as device
 device.install()  # before megatron-core is imported
 device.quiet_libraries()
 
+from harness.gpt_ranks import GptRank  # noqa: E402
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.gpt.train_step import Step  # noqa: E402
-from tests.support.ranks import LoadingRank  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
@@ -36,10 +36,10 @@ def slow_down(seconds: float) -> None:
 
 def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
     """Loads checkpoints into one model; exits with a message if one has wrong content."""
-    rank = LoadingRank(words)
+    rank = GptRank(words)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:
-        progress = rank.load(iteration)
+        progress = rank.load(ckpt_step=iteration)
         assert progress is not None
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
         if done != (iteration, iteration * batch, 0):

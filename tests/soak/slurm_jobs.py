@@ -1,11 +1,11 @@
-"""Measures what a job costs that Slurm starts, and how soon the monitor names a lost node.
+"""Measures the start of a job by Slurm, and how soon the monitor names a lost node.
 
     python -m tests.soak.slurm_jobs [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``start``, from sbatch to the first iteration on a Slurm of two nodes, less the start of the
-same job by torchrun alone; ``crash``, from a node's end to its name in the monitor, and processes
-that the job leaves behind. Both need root and the packages of ``bash prerequisite.sh --slurm``.
-Exits with status 1 if a limit is missed.
+Parts: ``start``, the time from sbatch to the first iteration on a Slurm of two nodes, minus that of
+the same job started by torchrun; ``crash``, the time from a node's end to its name in the monitor,
+and the processes that the job leaves behind. Both need root and the packages of
+``bash prerequisite.sh --slurm``. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from harness.report import Result, Row, measure, measured, missing, parser_of
 from megatron.adaptive.cli.submit import batch_script, settings_text
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf
 from megatron.adaptive.cluster.node_processes import trainer_flags
 from tests.labs import slurm_lab
 from tests.labs.slurm_lab import Kind, Lab
 from tests.multiprocess.launch import ROOT, kill_tree, start
-from tests.support.report import Result, Row, measure, measured, missing, parser_of
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Processes that a job leaves are orphans if they live so long after it."""
+"""Seconds after the end of a job from which its processes count as orphans."""
 PORT = 29711
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
@@ -53,17 +53,17 @@ ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
-    """A Slurm of two nodes, and a third for what comes after a crash."""
+    """Starts a Slurm of two nodes, and a third one for the time after a crash."""
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
             yield lab
 
 
-def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
+def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
     """Waits for a condition; returns the time that it took in seconds."""
     begin_s = time.perf_counter()
-    while not what():
+    while not holds():
         if time.perf_counter() - begin_s > limit_s:
             raise TimeoutError(f"no {name} within {limit_s:g} s")
         time.sleep(0.05)
@@ -71,7 +71,7 @@ def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> fl
 
 
 def has_iterated(folder: Path) -> bool:
-    """Whether a file of a job holds the line of an iteration."""
+    """Returns whether a file of a job has the line of an iteration."""
     return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
 
 
@@ -96,7 +96,7 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
     """Waits for the first iteration of a job.
 
     Raises:
-        TimeoutError: it did not come; what Slurm and the job said goes to stderr.
+        TimeoutError: There was none; the output of Slurm and of the job goes to stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
@@ -129,31 +129,31 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 def torchrun_start(lab: Lab, folder: Path) -> float:
     """Returns the time from torchrun on both nodes to the first iteration in seconds."""
     conf = conf_in(folder)
-    words = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
-    words += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
-    words += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
+    launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
+    launcher += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
+    launcher += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
     begin_s = time.perf_counter()
     started = []
     try:
         for rank, name in enumerate(("n1", "n2")):
-            place = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
-            command = [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)]
+            node = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
+            command = [*lab.enter(name, str(ROOT)), *launcher, *node, *trainer_flags(conf, folder)]
             started.append(start(command, folder / f"{name}.out", lab.variables))
         until(lambda: has_iterated(folder), "iteration")
         return time.perf_counter() - begin_s
     finally:
-        for one in started:
-            kill_tree(one)
+        for process in started:
+            kill_tree(process)
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Part ``start``: both take turns."""
+    """Part ``start``: starts by Slurm and by torchrun take turns."""
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
             alone.append(torchrun_start(lab, Path(folder, f"alone{turn}")))
             slurm.append(slurm_start(lab, Path(folder, f"slurm{turn}")))
-    more = [one - other for one, other in zip(slurm, alone, strict=True)]
+    more = [seconds - other for seconds, other in zip(slurm, alone, strict=True)]
     rows = [
         measured("start: torchrun alone to the first iteration", alone, unit="s"),
         measured("start: sbatch to the first iteration", slurm, unit="s"),
@@ -198,14 +198,14 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses the second node of a job; returns times to its naming and to the end, and orphans."""
+    """Loses the second node of a job; returns the times to its naming and the end, and orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
     first_iteration(lab, job, logs / str(job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
-    words = [
+    arguments = [
         "env",
         f"PYTHONPATH={ROOT}",
         sys.executable,
@@ -214,11 +214,11 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
         "job",
         "status",
     ]
-    words += [str(job), "--json", "--log-dir", str(logs)]
+    arguments += [str(job), "--json", "--log-dir", str(logs)]
 
     def is_named() -> bool:
-        shown = json.loads(lab.run(words).stdout)
-        errors = [line for one in shown["nodes"] for line in one["errors"]]
+        shown = json.loads(lab.run(arguments).stdout)
+        errors = [line for entry in shown["nodes"] for line in entry["errors"]]
         return node in shown["lost"] or any(f"node {node}" in line for line in errors)
 
     begin_s = time.perf_counter()
@@ -234,7 +234,9 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
 
     def left() -> list[str]:
         return [
-            f"{way}: {name} {one.name()}" for name, _ in lab.nodes for one in lab.processes(name)
+            f"{way}: {name} {process.name()}"
+            for name, _ in lab.nodes
+            for process in lab.processes(name)
         ]
 
     try:

@@ -1,12 +1,12 @@
 """Strangers at the listeners of real jobs: they change nothing, end nothing and move no loss.
 
-An elastic job of two nodes that keep snapshots for each other and compare clocks, a master of pods
-that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm`` run
-on this machine. Meanwhile a process for each listener, with many connections from many addresses,
-says random bytes, what a node of a version without secrets would say, handshakes that are cut
-short, guessed, repeated or sent back, and holds hundreds of connections open without a word. No
-connection is closed before the listener has ended it, so that all that was said could be read. At
-Unix sockets it is another user.
+On this machine run an elastic job of two nodes that keep snapshots for each other and compare
+clocks, a master of pods that waits for its worker, ``doctor``, and ranks that wait for a peer over
+``tcp`` and ``shm``. Meanwhile one process for each listener, with many connections from many
+addresses, sends random bytes, the messages of a node of a version without secrets, and handshakes
+that are cut short, guessed, repeated or sent back. It also holds hundreds of connections open
+without sending anything. No connection is closed before the listener has ended it, so that the
+listener could read everything. At Unix sockets the process is another user's.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from typing import Any
 
 import psutil
 
+from harness.report import Result, Row, one_line
 from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
 from tests.multiprocess.launch import ROOT, forking, free_port, kill_tree, start, tail, wait_until
 from tests.soak.planted_secrets import NOBODY
-from tests.support.report import Result, Row, one_line
 
 LIMIT_S = 200.0
 HELD = 200
 _AT_ONCE = 48
 _END_S = 6.0
-"""A listener ends who has said something wrong at once, and who says nothing in five seconds."""
+"""Listeners end connections with wrong messages at once, and silent ones in five seconds."""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: takes a port once it connects
+_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: the port is chosen when it connects
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Of the time that strangers have, by what they talk to."""
+"""Shares of the strangers' time, by the kind of program to which they talk."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -77,8 +77,9 @@ class Visit:
     """One stranger's connection.
 
     Attributes:
-        first: what it says at once.
-        then: makes of the listener's answer what it says next, ``None`` where it waits for none.
+        first: Bytes that it sends at once.
+        then: Function that makes its next bytes from the listener's answer, ``None`` if it waits
+            for no answer.
     """
 
     first: bytes
@@ -129,7 +130,7 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Goes on as if the secret had been the right one."""
+    """Returns the next message of a stranger that guessed the secret."""
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
@@ -140,11 +141,11 @@ class Place:
     """Names a listener.
 
     Attributes:
-        name: of it.
-        port: of TCP on the loopback, 0 for a Unix socket.
-        unix: abstract name of that.
-        kind: of its socket.
-        says: yields what is said there.
+        name: Name of the listener.
+        port: Port of TCP on the loopback address, 0 for a Unix socket.
+        unix: Abstract name of the Unix socket.
+        kind: Kind of the socket.
+        says: Function that yields the visits of strangers.
     """
 
     name: str
@@ -158,8 +159,8 @@ class Crowd:
     """Talks to one listener from many addresses of this machine over many connections at once.
 
     Args:
-        place: where it listens.
-        seed: of what is said.
+        place: Listener to which it talks.
+        seed: Seed of the visits.
     """
 
     def __init__(self, place: Place, seed: int) -> None:
@@ -171,7 +172,12 @@ class Crowd:
         self.said = self.unheard = 0
 
     def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
-        """Says so many messages, or until something has become true."""
+        """Sends a number of messages, or until a condition holds.
+
+        Args:
+            messages: Number of messages.
+            is_over: Function that returns whether to stop.
+        """
         visited = 0
         while self.said < messages and not is_over():
             visited += 1
@@ -184,112 +190,114 @@ class Crowd:
                 self._say(one, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open and not is_over():  # who listens may wait for nobody any more
+        while self._open and not is_over():  # the listener may accept nobody any more
             self._finish(*self._open.popleft())
         for one in [*self._held, *(one for one, _ in self._open)]:
             one.close()
 
     def _hold(self) -> None:
-        """Sends a byte now and then on connections that stay; others come for those that ended."""
+        """Sends a byte now and then on idle connections, and replaces those that ended."""
         if len(self._held) >= HELD:
-            one = self._held.pop(self._draw.randrange(HELD))
+            connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
-                one.send(b"M")
-                self._held.append(one)
+                connection.send(b"M")
+                self._held.append(connection)
                 return
-            one.close()
+            connection.close()
         with contextlib.suppress(OSError):
             self._held.append(self._connect())
 
     def _connect(self) -> socket.socket:
-        place = self._place
-        if not place.port:
-            one = socket.socket(socket.AF_UNIX, place.kind)
-            one.settimeout(_END_S)
-            one.connect(f"\0{place.unix}")
-            return one
-        one = socket.socket()
-        one.settimeout(_END_S)
-        # Closing resets the connection: else the machine runs out of ports within seconds.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        one.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
+        listener = self._place
+        if not listener.port:
+            connection = socket.socket(socket.AF_UNIX, listener.kind)
+            connection.settimeout(_END_S)
+            connection.connect(f"\0{listener.unix}")
+            return connection
+        connection = socket.socket()
+        connection.settimeout(_END_S)
+        # Closing resets the connection, or the machine would run out of ports within seconds.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
-            one.bind((f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0))
-            one.connect(("127.0.0.1", place.port))
+            connection.bind(
+                (f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0)
+            )
+            connection.connect(("127.0.0.1", listener.port))
         except OSError:
-            one.close()
+            connection.close()
             raise
-        return one
+        return connection
 
-    def _say(self, one: socket.socket, data: bytes, *, is_last: bool) -> None:
+    def _say(self, connection: socket.socket, data: bytes, *, is_last: bool) -> None:
         self.said += 1
         with contextlib.suppress(OSError):
-            one.sendall(data)
+            connection.sendall(data)
             if is_last:
-                one.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)
 
-    def _finish(self, one: socket.socket, visit: Visit) -> None:
-        """Goes on once the listener has answered, and ends once it has ended."""
+    def _finish(self, connection: socket.socket, visit: Visit) -> None:
+        """Sends the rest of a visit after the answer, and waits until the listener has ended it."""
         try:
-            answer = one.recv(4096)
+            answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
-                self._say(one, visit.then(answer), is_last=True)
-                self._open.append((one, Visit(b"")))
+                self._say(connection, visit.then(answer), is_last=True)
+                self._open.append((connection, Visit(b"")))
                 return
             while answer:
-                answer = one.recv(4096)
+                answer = connection.recv(4096)
         except TimeoutError:
             self.unheard += 1
         except OSError:
-            pass  # it reset the connection
-        one.close()
+            pass  # the listener reset the connection
+        connection.close()
 
 
 @contextlib.contextmanager
 def crowds(
-    places: Sequence[Place], messages: int, seed: int, found: dict[str, Any] | None = None
+    places: Sequence[Place], messages: int, seed: int, result: dict[str, Any] | None = None
 ) -> Iterator[list[Any]]:
     """Lets strangers talk to listeners until the context ends.
 
     Args:
-        places: the listeners.
-        messages: to each of them.
-        seed: of what is said.
-        found: takes what was said to whom, where it is of interest.
+        places: The listeners.
+        messages: Number of messages to each listener.
+        seed: Seed of the visits.
+        result: Record that takes numbers of messages and unended visits by listener.
 
     Yields:
-        Their processes, one for each listener.
+        Processes of the strangers, one for each listener.
     """
     context = multiprocessing.get_context("fork")
     over, counts = context.Event(), context.SimpleQueue()
     talking = []
     for number, place in enumerate(places):
-        given = (place, messages, seed + 10 * number, counts, over.is_set)
-        talking.append(context.Process(target=_speak, args=given, daemon=True))
+        arguments = (place, messages, seed + 10 * number, counts, over.is_set)
+        talking.append(context.Process(target=_speak, args=arguments, daemon=True))
         talking[-1].start()
     try:
         yield talking
         over.set()
-        for place, one in zip(places, talking, strict=True):
-            one.join(LIMIT_S)
-            if one.is_alive():
+        for place, process in zip(places, talking, strict=True):
+            process.join(LIMIT_S)
+            if process.is_alive():
                 raise RuntimeError(f"the strangers at {place.name} came to no end")
     finally:
-        for one in talking:
-            one.kill()
-            one.join()
-    while found is not None and not counts.empty():
+        for process in talking:
+            process.kill()
+            process.join()
+    while result is not None and not counts.empty():
         name, said, unheard, took_s = counts.get()
-        found["said"][name] = said
-        found["per_s"][name] = said / max(0.1, took_s)
+        result["said"][name] = said
+        result["per_s"][name] = said / max(0.1, took_s)
         if unheard:
-            found["unheard"][name] = unheard
+            result["unheard"][name] = unheard
 
 
 def _speak(
     place: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Is the process of a crowd."""
+    """Runs the process of a crowd."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.unix:
         os.setgroups([])
@@ -302,59 +310,65 @@ def _speak(
 
 
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
-    """Lists the abstract Unix sockets of this package at which some processes listen.
+    """Returns the abstract Unix sockets of this package at which some processes listen.
 
-    Those of ranks are streams, at which nobody waits any more once their channels stand; those of
-    keepers keep the ends of messages.
+    Ranks have streams, at which they stop listening when their channels are open; keepers have
+    sockets that preserve the ends of messages.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
     listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
-    every = [one for pid in pids for one in psutil.Process(pid).net_connections(kind="unix")]
-    names = {one.laddr for one in every if one.type == kind} & listen
+    every = [
+        connection
+        for pid in pids
+        for connection in psutil.Process(pid).net_connections(kind="unix")
+    ]
+    names = {connection.laddr for connection in every if connection.type == kind} & listen
     return sorted(name[1:] for name in names if name.startswith("@megatron-adaptive-"))
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Lets strangers say ``messages`` to every listener; see :func:`measure`."""
-    found = measure(messages, limit_s, seed)
-    least = min(found["said"].values())
+    """Returns the rows of :func:`measure`."""
+    result = measure(messages, limit_s, seed)
+    least = min(result["said"].values())
     said = ", ".join(
-        f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
+        f"{name} {count:,} ({result['per_s'][name]:,.0f}/s)"
+        for name, count in result["said"].items()
     )
     table = [
         Row(
             what=f"strangers: {text}",
-            value=len(found[key]),
+            value=len(result[key]),
             goal=0,
-            note=one_line("; ".join(found[key])),
+            note=one_line("; ".join(result[key])),
         )
         for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
     ]
-    value = found["differences"] if found["steps"] else None
-    note = f"{found['steps']} steps"
+    value = result["differences"] if result["steps"] else None
+    note = f"{result['steps']} steps"
     table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
-    note = f"of {messages:,}, in {found['talked_s']:.0f} s of talking; {said}"
+    note = f"of {messages:,}, in {result['talked_s']:.0f} s of talking; {said}"
     table.append(
         Row(what="strangers: messages to the least visited listener", value=least, note=note)
     )
-    return Result(rows=table, facts={"strangers": found})
+    return Result(rows=table, facts={"strangers": result})
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers say ``messages`` to each listener of jobs.
+    """Lets strangers talk to each listener of jobs.
 
     Args:
-        messages: to each.
-        limit_s: of all talking together.
-        seed: of what is said.
+        messages: Number of messages to each listener.
+        limit_s: Limit of the whole time of talking, in seconds.
+        seed: Seed of the visits.
 
     Returns:
-        ``said`` and ``per_s``, messages, and how many a second, by listener; ``unheard``, visits
-        that a listener did not end, by listener; ``ends``, jobs and nodes that ended or began anew;
-        ``effects``, in words, what else they did; ``steps``, compared with a run of its own, and
-        ``differences``, losses among them that are not equal bit for bit; ``talked_s``.
+        ``said`` and ``per_s``: messages, and messages per second, by listener; ``unheard``: visits
+        that a listener did not end, by listener; ``ends``: jobs and nodes that ended or started
+        again; ``effects``: descriptions of other effects; ``steps``: number of steps that were
+        compared with an undisturbed run; ``differences``: losses among them that differ in any bit;
+        ``talked_s``: seconds of talking.
     """
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
         **{name: [] for name in ("ends", "effects")},
         "talked_s": 0.0,
@@ -362,12 +376,12 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
     limits_s = {name: share * limit_s for name, share in _SHARES.items()}
     with tempfile.TemporaryDirectory(prefix="strangers-") as name:
         folder = Path(name)
-        _elastic(folder, messages, limits_s["elastic"], seed, found)
-        _pods(folder, messages, limits_s["pods"], seed, found)
-        _doctor(folder, messages, limits_s["doctor"], seed, found)
+        _elastic(folder, messages, limits_s["elastic"], seed, result)
+        _pods(folder, messages, limits_s["pods"], seed, result)
+        _doctor(folder, messages, limits_s["doctor"], seed, result)
         for kind in ("tcp", "shm"):
-            _ranks(kind, messages, limits_s[kind], seed, found)
-    return found
+            _ranks(kind, messages, limits_s[kind], seed, result)
+    return result
 
 
 def _talk(
@@ -375,28 +389,36 @@ def _talk(
     messages: int,
     limit_s: float,
     seed: int,
-    found: dict[str, Any],
+    result: dict[str, Any],
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers talk, and does something while they still do, without a goal, at the end."""
+    """Lets strangers talk; at the end calls a function while they talk without a limit."""
     begun_s = time.monotonic()
-    with crowds(places, messages, seed, found) as talking:
-        while any(one.is_alive() for one in talking) and not is_over():
+    with crowds(places, messages, seed, result) as talking:
+        while any(process.is_alive() for process in talking) and not is_over():
             if time.monotonic() > begun_s + limit_s:
                 break
             time.sleep(0.1)
-        found["talked_s"] += time.monotonic() - begun_s
+        result["talked_s"] += time.monotonic() - begun_s
         then()
 
 
 def listening(process: psutil.Process) -> list[int]:
-    """Lists the TCP ports that a process listens at."""
+    """Returns the TCP ports at which a process listens."""
     connections = process.net_connections(kind="tcp")
-    return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
+    return sorted(
+        {
+            connection.laddr.port
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
+        }
+    )
 
 
-def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+def _elastic(
+    folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]
+) -> None:
     flags = ["--train-iters", "100000", "--save-interval", "100000"]
     ports = folder / "ports"
     variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
@@ -427,23 +449,23 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
                 Place(name=f"keeper's Unix socket {number}", unix=name, kind=kind)
                 for number, name in enumerate(_unix_names(kind, helpers), 1)
             ]
-        _talk(places, messages, limit_s, seed, found, lambda: job.manager.poll() is not None)
+        _talk(places, messages, limit_s, seed, result, lambda: job.manager.poll() is not None)
         job.trained(1, max(job.steps(1)) + 5)
         now = job.state()
         if len(now["epochs"]) > 1 or [job.agent("a"), job.agent("b")] != helpers[1:]:
-            found["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
-        found["effects"] += [
+            result["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
+        result["effects"] += [
             f"elastic: a node {node['name']} joined"
             for node in now["machines"]
             if node["name"] not in "ab"
         ]
         if "off" in now["copies"]:
-            found["effects"].append(f"elastic: snapshots are {now['copies']}")
+            result["effects"].append(f"elastic: snapshots are {now['copies']}")
         lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
-        found["effects"] += _complaints(job.said(), lines)
+        result["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
-        found["ends"].append(f"elastic: {error}")
+        result["ends"].append(f"elastic: {error}")
     finally:
         job.close()
     disturbed = {line["iteration"]: line["loss"] for line in job.lines() if "iteration" in line}
@@ -453,12 +475,16 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
     alone = ElasticJob(folder / "alone", "ab", flags)
     try:
         if status := alone.end(LIMIT_S):
-            found["ends"].append(f"the job for comparison: status {status}: {alone.said()[-2000:]}")
+            result["ends"].append(
+                f"the job for comparison: status {status}: {alone.said()[-2000:]}"
+            )
     finally:
         alone.close()
     expected = {line["iteration"]: line["loss"] for line in alone.lines() if "iteration" in line}
-    found["steps"] = len(expected)
-    found["differences"] = sum(disturbed.get(at) != loss for at, loss in expected.items())
+    result["steps"] = len(expected)
+    result["differences"] = sum(
+        disturbed.get(iteration) != loss for iteration, loss in expected.items()
+    )
 
 
 def _complaints(said: str, most: int) -> list[str]:
@@ -480,64 +506,64 @@ def _started(
         kill_tree(program)
 
 
-def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    own = folder / "pods"
-    own.mkdir()
-    conf, logs, said = own / "conf.sh", own / "logs", own / "master.txt"
+def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
+    work = folder / "pods"
+    work.mkdir()
+    conf, logs, said = work / "conf.sh", work / "logs", work / "master.txt"
     conf.write_text(_CONF)
     port, begun_s = free_port(), time.monotonic()
     waiting = logs / "master.json"
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with contextlib.ExitStack() as stack:
-        words = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
-        master = stack.enter_context(_started(said, *words, **variables))
+        command = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
+        master = stack.enter_context(_started(said, *command, **variables))
         wait_until(lambda: waiting.exists() and _is_open(port), said.read_text, LIMIT_S)
         nodes = {said: master}
 
         def join() -> None:
-            """Lets the worker come while strangers still do: until the nodes have met."""
+            """Starts the worker while strangers talk, and waits until the nodes have met."""
             end_s = time.monotonic() + LIMIT_S
-            words = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
+            command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([place], 10**9, seed + 1):
-                worker = _started(own / "worker.txt", *words, **variables)
-                nodes[own / "worker.txt"] = stack.enter_context(worker)
+                worker = _started(work / "worker.txt", *command, **variables)
+                nodes[work / "worker.txt"] = stack.enter_context(worker)
                 while waiting.exists() and time.monotonic() < end_s:
                     time.sleep(0.02)
 
         place = Place(name="master of pods", port=port)
         is_over = lambda: master.poll() is not None  # noqa: E731
-        _talk([place], messages, limit_s, seed, found, is_over, join)
+        _talk([place], messages, limit_s, seed, result, is_over, join)
         for log, node in nodes.items():
             if status := node.wait(LIMIT_S):
-                found["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
+                result["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
         lines = 1 + int(time.monotonic() - begun_s) // 60
-        found["effects"] += _complaints(said.read_text(), lines)
+        result["effects"] += _complaints(said.read_text(), lines)
 
 
-def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
+def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
+    """Lets strangers talk to ``doctor`` while it waits for another node, then starts that node."""
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
-    words = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
-    words += ["--master-port", str(port), "--timeout", "3000", "--json"]
-    with _started(log, *words, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
+    command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(port), "--timeout", "3000", "--json"]
+    with _started(log, *command, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
         wait_until(lambda: _is_open(port) or doctor.poll() is not None, log.read_text, LIMIT_S)
 
         def come() -> None:
             for check in check_way("127.0.0.1", port, LIMIT_S, secret):
                 if check.state == "error":
-                    found["ends"].append(f"doctor: {check.text}")
+                    result["ends"].append(f"doctor: {check.text}")
 
         place = Place(name="doctor", port=port)
-        _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
-        doctor.wait(LIMIT_S)  # its status is about the machine
+        _talk([place], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
+        doctor.wait(LIMIT_S)  # its exit status depends on the machine
         said = log.read_text()
-        found["effects"] += _complaints(said, 0)
+        result["effects"] += _complaints(said, 0)
         if "reaches this node and is reached" not in said:
-            found["ends"].append(f"doctor: {said[-500:]}")
+            result["ends"].append(f"doctor: {said[-500:]}")
 
 
-def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    """Lets strangers talk to a rank that waits for another one, which then comes."""
+def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
+    """Lets strangers talk to a rank that waits for another rank, then starts that rank."""
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)
@@ -559,9 +585,9 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str,
                 low.open(kind, 1, address, LIMIT_S, **options)
                 waiting.result(LIMIT_S)
             except Exception as error:
-                found["ends"].append(f"ranks over {kind}: {error}")
+                result["ends"].append(f"ranks over {kind}: {error}")
 
-        _talk([place], messages, limit_s, seed, found, waiting.done, come)
+        _talk([place], messages, limit_s, seed, result, waiting.done, come)
         closing = [pool.submit(one.close, 10.0) for one in (low, high)]
         for one in closing:
             one.result(LIMIT_S)

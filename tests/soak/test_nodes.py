@@ -75,11 +75,11 @@ def test_what_an_epoch_did_wrong_is_found(text: str, tmp_path: Path) -> None:
 
 def test_an_epoch_from_the_wrong_checkpoint_or_beside_another_is_found(tmp_path: Path) -> None:
     (late,) = judged(tmp_path, told(10, 25, 100), told(10, 33, 200))
-    assert "went on from 10, and 20 was saved before" in late
+    assert "continued from 10, but 20 was saved before" in late
     other = tmp_path / "other"
     other.mkdir()
     (beside,) = judged(other, told(10, 25, 100), told(20, 33, 112))
-    assert "epoch-1-s was not over when epoch-2-s began" in beside
+    assert "epoch-1-s had not ended when epoch-2-s began" in beside
 
 
 def test_the_log_has_what_a_full_disk_did_not_take(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 def trees_of_others() -> list[str]:
-    """Returns the names of trees that somebody has put there, such as a checkout of main.
+    """Returns the names of trees that a user put there, such as a checkout of main.
 
-    The tree ``build/megatron-core/megatron-core==NAME`` has the name NAME. A link will do.
+    The tree ``build/megatron-core/megatron-core==NAME``, or a link to one, has the name NAME.
     """
     names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
     return [name for name in names if name not in FETCHED]

@@ -1,6 +1,6 @@
 """Trains GPT as ``pretrain_gpt.py`` does, with one rank that gets less of the processors.
 
-The environment says:
+Variables of the environment:
 
 ``HINDERED``  global rank
 ``PINNED``    processor to which this rank is bound, perhaps beside another program

@@ -1,4 +1,4 @@
-"""``make_trace``: writes the traces of a made-up run, of any size and with faults that are known.
+"""``make_trace``: writes the traces of a synthetic run of any size, with chosen faults.
 
 python tools/make_trace.py --output traces --ranks 1024 --pipeline 16 --spans 10000000
 python tools/make_trace.py --output traces --fault slow-rank:2:1.3 --fault slow-link:0-1:0.02
@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     """Writes the traces and prints the number of spans.
 
     Raises:
-        ConfigError: an option is wrong.
-        ScheduleError: the schedule does not suit the pipeline.
-        TraceError: a fault concerns no rank, or a file cannot be written.
+        ConfigError: An option is wrong.
+        ScheduleError: The schedule does not suit the pipeline.
+        TraceError: A fault concerns no rank, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     if options.ranks % options.pipeline:
@@ -96,10 +96,10 @@ def parse_fault(text: str) -> Fault:
     """Parses a fault in the form of :data:`FAULT_HELP`.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: The text has another form.
     """
-    what, _, when = text.partition("@")
-    kind, *values = what.split(":")
+    description, _, when = text.partition("@")
+    kind, *values = description.split(":")
     try:
         if kind not in FAULTS:
             raise ValueError(f"no fault {kind!r}")
@@ -117,9 +117,9 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """Returns the number of iterations that make about so many spans."""
+    """Returns the number of iterations that have about this number of spans."""
     with TemporaryDirectory() as folder:
-        # All replicas are alike.
+        # All replicas have the same number of spans.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)
         each = write_synthetic(folder, probe).spans * run.replicas
     return max(1, round(spans / each))

@@ -6,9 +6,9 @@
              ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
-Each has its own processes, name and network. The first process of a node stays when the job's own
-process has ended, so that what that left behind is seen; it ends with this program, and all of the
-node with it. Needs root.
+Each node has its own processes, name and network. The first process of a node stays when the job's
+process has ended, so that processes that it left behind can be found. It ends with this program,
+and all processes of the node with it. Needs root.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LIMIT_S = 20.0
 
 
 def why_not() -> str | None:
-    """Why there can be no nodes on this machine, ``None`` if there can."""
+    """Returns why there can be no nodes on this machine, ``None`` if there can."""
     if os.geteuid() != 0:
         return "nodes on one machine need root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -60,10 +60,10 @@ class Node:
     """One node; at first it is off.
 
     Args:
-        number: from 0 on.
-        slots: processes that it may run.
-        folder: for its log and its status.
-        switch: namespace of the switch.
+        number: Number of the node, from 0.
+        slots: Number of ranks that it may run.
+        folder: Folder for its log and its status.
+        switch: Name of the namespace of the switch.
     """
 
     def __init__(self, number: int, slots: int, folder: Path, switch: str) -> None:
@@ -73,7 +73,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # where the log of this start begins
+        self.begun_at = 0  # offset in the log at which this start begins
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -81,7 +81,7 @@ class Node:
         self._init: subprocess.Popen[bytes] | None = None
 
     def plug(self) -> None:
-        """Makes the network of the node on the first call."""
+        """Creates the network of the node at the first call."""
         name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -118,7 +118,7 @@ class Node:
         init, self._init = self._init, None
         if init is None:
             return
-        init.kill()  # the kernel kills all below it
+        init.kill()  # the kernel kills all processes of its namespace
         init.wait(_LIMIT_S)
         assert init.stdin is not None
         init.stdin.close()
@@ -141,43 +141,47 @@ class Node:
 
     @property
     def is_running(self) -> bool:
-        """Whether the node's part of the job goes on."""
+        """Whether the node's part of the job runs."""
         return self.is_on and self.status is None
 
     @property
     def status(self) -> int | None:
-        """Status that the node's part of the job ended with."""
+        """Exit status of the node's part of the job, ``None`` while it runs."""
         return int(self._status.read_text()) if self._status.exists() else None
 
     @property
     def said(self) -> str:
-        """What the node has printed since its last start."""
+        """Output of the node since its last start."""
         with self.log.open("rb") as log:
             log.seek(self.begun_at)
             return log.read().decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Everything on the node but its first process; what is dead already left out."""
+        """Returns the live processes of the node, without its first one."""
         if self._init is None:
             return []
-        found = []
+        processes = []
         with contextlib.suppress(psutil.Error):
             for init in psutil.Process(self._init.pid).children():
-                for one in init.children(recursive=True):
+                for process in init.children(recursive=True):
                     with contextlib.suppress(psutil.Error):
-                        if one.status() != psutil.STATUS_ZOMBIE:
-                            found.append(one)
-        return found
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            processes.append(process)
+        return processes
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks, as they were forked."""
-        forked = [one for one in self.processes() if _is_forkserver(one)]
-        return [one for one in forked if _is_forkserver(one.parent())]
+        """Returns the ranks, in the order in which they were forked."""
+        forked = [process for process in self.processes() if _is_forkserver(process)]
+        return [process for process in forked if _is_forkserver(process.parent())]
 
     def helpers(self) -> list[psutil.Process]:
-        """What manages, starts and ends ranks."""
-        ranks = {one.pid for one in self.ranks()}
-        return [one for one in self.processes() if one.pid not in ranks and _is_ours(one)]
+        """Returns the processes that manage, start and end ranks."""
+        ranks = {process.pid for process in self.ranks()}
+        return [
+            process
+            for process in self.processes()
+            if process.pid not in ranks and _is_ours(process)
+        ]
 
     def close(self) -> None:
         """Removes the node."""
@@ -190,13 +194,13 @@ class Nodes:
     """All nodes, off at first, and two folders of limited size that they share.
 
     Args:
-        folder: for logs and the shared folders.
-        slots: processes of each node.
-        shared_bytes: size of each shared folder.
+        folder: Folder for logs and the shared folders.
+        slots: Number of ranks that each node may run.
+        shared_bytes: Size of each shared folder.
 
     Attributes:
-        shared: the folder of the job.
-        traces: the folder of its traces.
+        shared: Folder of the job.
+        traces: Folder of its traces.
     """
 
     def __init__(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
@@ -250,13 +254,13 @@ def fill(path: Path) -> None:
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     """Sends a signal to those processes that still exist."""
-    for one in processes:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
-            one.send_signal(number)
+            process.send_signal(number)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def _is_forkserver(process: psutil.Process | None) -> bool:

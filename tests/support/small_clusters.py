@@ -19,14 +19,14 @@ from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):
-    """What a search is given."""
+    """Inputs of a search."""
 
     global_batch: int
     options: SearchOptions
 
 
 def random_problem(seed: int) -> Problem:
-    """A problem with up to four nodes of up to three types and up to seven layers."""
+    """Returns a problem with up to four nodes of up to three types and up to seven layers."""
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
@@ -102,7 +102,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def solve(problem: Problem) -> SearchResult:
-    """Searches the best plan."""
+    """Returns the result of a search for the best plan."""
     return searcher_of(problem).search()
 
 
@@ -112,12 +112,12 @@ def searcher_of(problem: Problem) -> Searcher:
 
 
 def brute_force(problem: Problem) -> float:
-    """Seconds of the best of all plans that use nodes whole; infinity where none fits."""
+    """Returns the seconds of the best plan that uses whole nodes; infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
-        found = predict(plan, problem)
-        if found.fits:
-            best = min(best, found.seconds)
+        prediction = predict(plan, problem)
+        if prediction.fits:
+            best = min(best, prediction.seconds)
     return best
 
 
@@ -153,7 +153,7 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Orders of nodes of every part of a cluster, those of equal types once."""
+    """Yields the orders of nodes of every part of a cluster; equal nodes are not exchanged."""
     seen = set()
     numbers = range(len(cluster.nodes))
     for count in range(1, len(cluster.nodes) + 1):
@@ -165,21 +165,21 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """The same problem with more memory, a faster link or a faster GPU in one place."""
+    """Returns the problem with more memory, one faster link or one faster GPU."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
-    at = rng.randrange(len(groups))
-    node = groups[at].type
-    what = rng.choice(("memory", "intra", "network", "gpu"))
+    index = rng.randrange(len(groups))
+    node = groups[index].type
+    part = rng.choice(("memory", "intra", "network", "gpu"))
     factor = rng.uniform(1, 3)
     profile = problem.profile
     network = problem.cluster.network
     assert network is not None
-    if what == "memory":
+    if part == "memory":
         node = replace(node, memory_bytes=node.memory_bytes * factor)
-    elif what == "intra":
+    elif part == "intra":
         node = replace(node, intra=replace(node.intra, bytes_per_s=node.intra.bytes_per_s * factor))
-    elif what == "network":
+    elif part == "network":
         network = replace(network, bytes_per_s=network.bytes_per_s * factor)
     else:
         layers = {
@@ -187,6 +187,6 @@ def better(problem: Problem, seed: int) -> Problem:
             for key, times in profile.layers.items()
         }
         profile = replace(profile, layers=layers)
-    groups[at] = replace(groups[at], type=node)
+    groups[index] = replace(groups[index], type=node)
     cluster = replace(problem.cluster, groups=tuple(groups), network=network)
     return replace(problem, cluster=cluster, profile=profile)

@@ -1,4 +1,4 @@
-"""The rows that the ranks of a pipeline would have recorded of a simulated step.
+"""Rows that the ranks of a pipeline would have recorded in a simulated step.
 
 Times are nanoseconds from the start of the step; peers are positions in the pipeline.
 """
@@ -17,11 +17,11 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
 from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
-"""Time to hand a message to the transport."""
+"""Time in which a message is passed to the transport."""
 
 MESSAGE_BYTES = 4 << 20
 ACTIVATION_BYTES = 64 << 20
-"""Kept by a forward."""
+"""Bytes that a forward keeps."""
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
@@ -30,15 +30,12 @@ _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
 def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -> list[Ints]:
-    """Makes the rows of each rank.
+    """Returns the rows of each rank, ``[spans, 12] int64``.
 
     Args:
-        result: the simulated step.
-        policies: what chose its order, by rank.
-        data_ns: ``[microbatches]``, how much of the first stage's forwards is reading.
-
-    Returns:
-        Per rank ``[spans, 12] int64``, rows as ``event.Row`` has them.
+        result: Simulated step.
+        policies: Policies that chose its order, by rank.
+        data_ns: Time that each forward of the first stage reads data, ``[microbatches]``.
     """
     step = _Step(result)
     return [
@@ -48,8 +45,8 @@ def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -
 
 
 def _row(kind: str, start_ns: int, end_ns: int, **columns: int) -> tuple[int, ...]:
-    given = {**_USUAL, "start_ns": start_ns, "duration_ns": end_ns, **columns}
-    return (KIND[kind], *(given.get(name, 0) for name in COLUMNS[1:]))
+    values = {**_USUAL, "start_ns": start_ns, "duration_ns": end_ns, **columns}
+    return (KIND[kind], *(values.get(name, 0) for name in COLUMNS[1:]))
 
 
 class _Step:
@@ -61,7 +58,7 @@ class _Step:
         self._rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
-        # Every message waits for its link, takes its time on it, and travels.
+        # Every message waits until its link is free, occupies it for a time, and travels.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -78,7 +75,7 @@ class _Step:
         self._messages = dict(sorted(self._messages.items(), key=lambda item: item[1][1]))
 
     def _onward(self, kind: int, stage: int) -> int | None:
-        """Returns the stage on another rank that a result goes to."""
+        """Returns the stage on another rank that receives a result, if any."""
         to = stage + (1 if kind == F else -1)
         is_message = 0 <= to < len(self._rank_of) and self._rank_of[to] != self._rank_of[stage]
         return to if is_message else None
@@ -86,7 +83,7 @@ class _Step:
     def _of_rank(self, rank: int) -> list[tuple[int, int, int, int, int, int]]:
         """Returns kind, chunk, microbatch, piece, start and end of a rank's actions."""
         result = self._result
-        found = []
+        actions = []
         for action, start_ps, end_ps in zip(
             result.orders[rank],
             result.starts_ps[rank].tolist(),
@@ -94,11 +91,11 @@ class _Step:
             strict=True,
         ):
             kind, times = KIND[action.kind.value], (start_ps // PS_PER_NS, end_ps // PS_PER_NS)
-            found.append((kind, action.chunk, action.microbatch, action.piece, *times))
+            actions.append((kind, action.chunk, action.microbatch, action.piece, *times))
             if kind in (F, B):
                 stage = self._placement.stage_of(rank, action.chunk)
                 self._times[kind, stage, action.microbatch] = times
-        return found
+        return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns reads of data, waits, receives, sends and actions of a rank."""
@@ -108,16 +105,16 @@ class _Step:
             _row(
                 "receive",
                 arrived,
-                self._times[place][0],
-                chunk=placement.locate(place[1])[1],
-                microbatch=place[2],
+                self._times[kind, stage, microbatch][0],
+                chunk=placement.locate(stage)[1],
+                microbatch=microbatch,
                 bytes=MESSAGE_BYTES,
                 peer=source,
-                of=place[0],
+                of=kind,
                 reason=reasons["seen"],
             )
-            for place, (source, arrived) in self._messages.items()
-            if self._rank_of[place[1]] == rank
+            for (kind, stage, microbatch), (source, arrived) in self._messages.items()
+            if self._rank_of[stage] == rank
         ]
         sends = []
         for (kind, stage, microbatch), (source, arrived) in self._messages.items():
@@ -138,21 +135,21 @@ class _Step:
                 )
         inbox = [row[COLUMNS.index("start_ns")] for row in receives]
         taken = sorted(row[COLUMNS.index("duration_ns")] for row in receives)
-        words = reasons_of(policy, self._result.codes[rank].tolist(), placement.num_chunks)
+        wait_reasons = reasons_of(policy, self._result.codes[rank].tolist(), placement.num_chunks)
         free = held = 0
         for (kind, chunk, microbatch, piece, start, end), word in zip(
-            self._actions[rank], words, strict=True
+            self._actions[rank], wait_reasons, strict=True
         ):
             stage = placement.stage_of(rank, chunk)
-            place = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
+            action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # Put down to the input where that came in time for nothing.
+                # The input is the reason for the wait if the action begins when it arrives.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"
                 more = {"peer": source, "of": kind, "reason": reasons[cause]}
-                waits.append(_row("wait", free, start, **place, **more))
+                waits.append(_row("wait", free, start, **action, **more))
             slices = self._result.workload.num_slices
             if kind == F and stage == 0 and microbatch % slices == 0:
                 read = min(start + data_ns[microbatch // slices], end)
@@ -164,7 +161,7 @@ class _Step:
                     "FBW"[kind],
                     start,
                     end,
-                    **place,
+                    **action,
                     bytes=MESSAGE_BYTES * ((source >= 0) + went),
                     in_flight_bytes=ACTIVATION_BYTES * held,
                     queue_depth=max(0, bisect_right(inbox, start) - bisect_right(taken, start)),

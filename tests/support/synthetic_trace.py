@@ -1,9 +1,9 @@
-"""Made-up runs: traces as real jobs leave them, of any size, with faults whose truth is known.
+"""Synthetic runs: traces like those of real jobs, of any size, with known faults.
 
-Every step is simulated (``schedule.simulate``) with times drawn anew, so spans, waits and messages
-fit together as they do in a job. Replicas meet in the reduction of gradients; hosts have clocks of
-their own and take samples. Faults are injected where they happen: into the work of a rank, the
-latency of a link, the reading of data.
+Every step is simulated (``schedule.simulate``) with new random times, so that spans, waits and
+messages fit together as in a real job. Replicas meet in the reduction of gradients; hosts have
+clocks of their own and sample them. Faults act at their source: the work of a rank, the latency of
+a link, the reading of data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""From so many actions on the compiled simulator is quicker, its start included."""
+"""Number of actions from which the compiled simulator is faster, including its start."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -60,16 +60,16 @@ class Fault:
             messages from a rank to another take ``seconds`` longer; ``spikes``: one action of a
             rank in ``1 / probability`` takes ``factor`` times as long; ``slow-data``: reading each
             microbatch takes ``seconds`` longer, on the first stage of the rank's pipeline.
-        rank: global rank.
-        to: global rank at the other end of a link.
-        factor: at least 1.
-        seconds: at least 0.
-        probability: of each action.
-        first: first iteration that has it.
-        last: last one, ``None`` for all to the end.
+        rank: Global rank that has the fault.
+        to: Global rank at the other end of a link.
+        factor: Factor of durations, at least 1.
+        seconds: Added seconds, at least 0.
+        probability: Probability that an action has the fault.
+        first: First iteration with the fault.
+        last: Last iteration with the fault, ``None`` for the last of the run.
 
     Raises:
-        TraceError: an attribute is out of its range.
+        TraceError: An attribute is out of its range.
     """
 
     kind: FaultKind
@@ -90,46 +90,46 @@ class Fault:
             )
 
     def holds(self, iteration: int) -> bool:
-        """Whether an iteration has it."""
+        """Returns whether an iteration has the fault."""
         return self.first <= iteration and (self.last is None or iteration <= self.last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRun:
-    """Describes the run to make up.
+    """Describes a synthetic run.
 
     Attributes:
-        num_ranks: pipeline ranks.
-        replicas: data-parallel replicas.
-        num_chunks: chunks per rank, where the schedule leaves the choice.
-        num_microbatches: microbatches per step of each replica.
-        iterations: numbered from 1.
-        schedule: name of a schedule or rule.
-        weight_pieces: of a rule, 0 for whole backwards.
-        forward_s: mean seconds of a rank's forward.
-        backward_s: of its backward by inputs.
-        weight_s: of its weight gradients.
-        latency_s: of a message.
-        occupancy_s: a message's time on its link.
-        data_s: reading a microbatch.
-        optimizer_s: the update.
-        action_sigma: spread of each action, lognormal.
-        microbatch_sigma: spread of each microbatch.
-        rank_sigma: spread of the ranks' speeds, lognormal, the same in all iterations.
-        iteration_sigma: spread of each rank's speed from iteration to iteration, lognormal.
-        stray_probability: one action in ``1 / stray_probability`` takes 1.5 to 4 times as long, on
-            every rank.
-        stage_factors: how much longer each rank's work takes by design, empty for equal stages.
-        layers: transformer layers of each stage, as the headers say them.
-        head: what the last stage has to do besides, in layers.
-        planned_head: what the headers say of it, ``None`` for the truth.
-        hosts: machines, each with a clock of its own and its part of the ranks.
-        clock_offset_s: clocks differ from the first host's by up to so much.
-        clock_drift_ppm: and run faster or slower by up to so much.
-        faults: what is wrong.
-        is_dealt: microbatches are dealt over replicas by what they take; for real runs.
-        num_slices: slices of equal cost into which each microbatch is cut.
-        seed: of everything random.
+        num_ranks: Number of pipeline ranks.
+        replicas: Number of data-parallel replicas.
+        num_chunks: Number of chunks per rank, if the schedule leaves the choice.
+        num_microbatches: Number of microbatches per step of each replica.
+        iterations: Number of iterations; the first is 1.
+        schedule: Name of a schedule or run-time rule.
+        weight_pieces: Number of pieces of a weight gradient for a rule, 0 for whole backwards.
+        forward_s: Mean seconds of a rank's forward.
+        backward_s: Mean seconds of its backward by inputs.
+        weight_s: Mean seconds of its weight gradient.
+        latency_s: Latency of a message.
+        occupancy_s: Time for which a message occupies its link.
+        data_s: Time of reading a microbatch.
+        optimizer_s: Time of the optimizer's update.
+        action_sigma: Lognormal spread of each action.
+        microbatch_sigma: Lognormal spread of each microbatch.
+        rank_sigma: Lognormal spread of the speeds of ranks, the same in all iterations.
+        iteration_sigma: Lognormal spread of each rank's speed from iteration to iteration.
+        stray_probability: Probability that an action takes 1.5 to 4 times as long, on every rank.
+        stage_factors: Factors of the work of each rank by design, empty for equal stages.
+        layers: Number of transformer layers of each stage, as written to the headers.
+        head: Further work of the last stage, in layers.
+        planned_head: Further work of the last stage as written to the headers, ``None`` for
+            ``head``.
+        hosts: Number of machines, each with a clock of its own and its part of the ranks.
+        clock_offset_s: Largest difference of a clock from the first host's.
+        clock_drift_ppm: Largest drift of a clock, in parts per million.
+        faults: Faults of the run.
+        is_dealt: Whether microbatches are dealt over replicas by their cost; for real runs.
+        num_slices: Number of slices of equal cost into which each microbatch is cut.
+        seed: Seed of all random numbers.
     """
 
     num_ranks: int = 4
@@ -165,20 +165,20 @@ class SyntheticRun:
 
     @property
     def world_size(self) -> int:
-        """Global ranks: a pipeline position's replicas are next to each other."""
+        """Number of global ranks; the replicas of a pipeline position are next to each other."""
         return self.num_ranks * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """Holds the findings expected of a made-up run.
+    """Holds the true figures of a synthetic run.
 
     Attributes:
-        bubble_fraction: ``[iterations, ranks]``.
-        step_s: ``[iterations, replicas]``, from the first action to the last.
-        start_ns: ``[iterations]``, start of the first replica's step on the first host's clock.
-        spans: how many there are.
-        clocks: per host its offset in nanoseconds at ``START_NS`` and its drift.
+        bubble_fraction: Fraction of idle time, ``[iterations, ranks]``.
+        step_s: Seconds from the first action to the last, ``[iterations, replicas]``.
+        start_ns: Start of the first replica's step on the first host's clock, ``[iterations]``.
+        spans: Number of spans.
+        clocks: Offset in nanoseconds at ``START_NS`` and drift of each host's clock.
     """
 
     bubble_fraction: Any
@@ -189,11 +189,11 @@ class Truth:
 
 
 def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
-    """Writes the trace files of a made-up run to a folder.
+    """Writes the trace files of a synthetic run to a folder.
 
     Raises:
-        ScheduleError: the schedule does not suit the pipeline.
-        TraceError: a fault concerns no rank of the run, or a file cannot be written.
+        ScheduleError: The schedule does not suit the pipeline.
+        TraceError: A fault concerns no rank of the run, or a file cannot be written.
     """
     writer = _Writer(Path(folder), run)
     try:
@@ -203,7 +203,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
 
 
 class _Writer:
-    """Makes up one run."""
+    """Writes one run."""
 
     def __init__(self, folder: Path, run: SyntheticRun) -> None:
         self._folder = folder
@@ -262,7 +262,7 @@ class _Writer:
         return rank * self._run.hosts // self._run.world_size
 
     def _local(self, host: int, times_ns: Any) -> Any:
-        """Times of the first host's clock on that of a host."""
+        """Converts times of the first host's clock to those of a host's clock."""
         offset_ns, drift = self._clocks[host]
         if not host:
             return times_ns
@@ -319,8 +319,8 @@ class _Writer:
         data_ns = np.rint(data_s * 1e9).astype(np.int64)
         rows = step_rows(result, self._policies, data_ns=data_ns)
         for part in rows:
-            known = part[:, _PEER] >= 0
-            part[known, _PEER] = part[known, _PEER] * run.replicas + replica
+            has_peer = part[:, _PEER] >= 0
+            part[has_peer, _PEER] = part[has_peer, _PEER] * run.replicas + replica
         return result, rows
 
     def _iteration(
@@ -359,7 +359,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """A burst of samples of a host's clock; some of its exchanges are held up."""
+        """Returns a burst of samples of a host's clock; some of its messages are delayed."""
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))
@@ -381,17 +381,17 @@ class _Writer:
 def draw_step(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
 ) -> tuple[Workload, Any]:
-    """Draws a step of one replica, with the faults that it has.
+    """Draws a step of one replica, with its faults.
 
     Args:
-        run: whose step.
-        placement: of its stages.
-        iteration: from 1 on.
-        replica: which.
-        seed: of the actions' own factors.
+        run: Description of the run.
+        placement: Placement of the stages.
+        iteration: Number of the iteration, from 1.
+        replica: Number of the replica.
+        seed: Seed of the random factors of actions.
 
     Returns:
-        What the simulator runs, and the seconds of each read of data, which come on top of the
+        Durations for the simulator, and the seconds of each read of data, which are added to the
         first stage's forwards.
     """
     faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
@@ -437,10 +437,10 @@ def draw_step(
     for fault in faults:
         if fault.kind == "spikes":
             position = fault.rank // run.replicas
-            mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
-            hit = rng.random(durations[:, mine].shape) < fault.probability
+            stages = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
+            hit = rng.random(durations[:, stages].shape) < fault.probability
             longer = np.where(hit, fault.factor, 1.0)
-            durations[:, mine] = (durations[:, mine] * longer).astype(np.int64)
+            durations[:, stages] = (durations[:, stages] * longer).astype(np.int64)
         elif fault.kind == "slow-data":
             extra_s += fault.seconds
     data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))

@@ -1,16 +1,16 @@
-"""Trains GPT as ``pretrain_gpt.py`` does, with layers that sleep for as long as they shall take.
+"""Trains GPT as ``pretrain_gpt.py`` does, with layers that sleep to take a chosen time.
 
-Several ranks then share a processor and each still works at a speed of its own, as on devices.
-What a layer computes, and so the losses, is as ever. The environment says:
+So several ranks can share a processor and each still has a speed of its own, as on devices. Layers
+compute the same as without sleeping, and the losses are the same. Variables of the environment:
 
 ``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
-                   or a JSON object of them by the node's name in the job; nothing sleeps without it
-``EXPERT_FACTOR``  how many times longer layers with experts take; 1 without it
+                   or a JSON object with one for each node's name; without it nothing sleeps
+``EXPERT_FACTOR``  factor of layers with experts; 1 by default
 ``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
                    tokens, both as of one document of 128; without it lengths do not matter
-``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
-``SLOW_FACTOR``    how many times longer
-``SLOW_STEPS``     ``7-16``: only from the 7th step of this process to before the 16th
+``SLOW_RANKS``     global ranks, separated by commas, on which everything takes longer
+``SLOW_FACTOR``    factor of the time on these ranks
+``SLOW_STEPS``     ``7-16``: they are slow only from the 7th step of this process to the 15th
 ``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
                    these iterations of this process on, whatever was measured
 ``COMPARE``        under ``--repartition auto``, the arguments of :func:`compare` in JSON
@@ -46,22 +46,22 @@ from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa:
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
-_PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
+_PATIENCE = 20  # steps without a move after which the present partition is the choice
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Makes each transformer layer of this process take a given time, backward twice as long.
+    """Makes each transformer layer of this process take some time, its backward twice as long.
 
     Args:
-        seconds: of a layer.
-        slow: how many times longer in ``SLOW_STEPS``.
+        seconds: Seconds of a layer's forward.
+        slow: Factor of the time in ``SLOW_STEPS``.
     """
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
 
 
 def is_slow(stages: Any) -> bool:
-    """Whether a step is one of ``SLOW_STEPS``."""
+    """Returns whether a step is one of ``SLOW_STEPS``."""
     if not hasattr(stages, "number_of_step"):
         stages.number_of_step = next(_STEPS)
     first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
@@ -69,28 +69,28 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward pass of each single layer take its time too."""
+    """Makes the forward of each single layer take its time too."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
-    def timed(layer: Any, *given: Any, **more: Any) -> Any:
+    def timed(layer: Any, *arguments: Any, **options: Any) -> Any:
         end_s = time.perf_counter() + seconds * factor_of(layer)
-        found = work(layer, *given, **more)
+        result = work(layer, *arguments, **options)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        return found
+        return result
 
     TransformerLayer.forward = timed
 
 
 def factor_of(module: Any) -> float:
-    """Returns how many layers without experts take as long as a module, 0 for other parts."""
+    """Returns the time of a module over that of a layer without experts, 0 for other parts."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
 def keep_microbatches() -> None:
-    """Tells :func:`share_of` the microbatches of the step."""
+    """Keeps the microbatches of the step for :func:`share_of`."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -101,11 +101,11 @@ def keep_microbatches() -> None:
 
 def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    (given,) = _of_step or [None]
-    if given is None or "lengths" not in given[microbatch]:
+    (batch,) = _of_step or [None]
+    if batch is None or "lengths" not in batch[microbatch]:
         return 1.0
     of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
-    parts = given[microbatch]["lengths"] / longest
+    parts = batch[microbatch]["lengths"] / longest
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
@@ -114,70 +114,76 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
         share = share_of(microbatch) * (slow if is_slow(stages) else 1.0)
-        for one in stages.chunks[chunk].modules():
-            end_s += share * layer_s * factor_of(one)
-        found = work(stages, chunk, microbatch, *others)
+        for module in stages.chunks[chunk].modules():
+            end_s += share * layer_s * factor_of(module)
+        result = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        return found
+        return result
 
     return timed
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Moves layers only after these iterations."""
+    """Moves layers after these iterations only, to these partitions."""
     done = 0
 
-    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+    ) -> Move | None:
         nonlocal done
         done += 1
-        return _asked(own, moves[done], times) if done in moves else None
+        return _asked(repartitioner, moves[done], times) if done in moves else None
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) -> None:
-    """Lets the first check decide, then trains in turns under its partition and others.
+    """Takes the partition of the first check, then trains in turns with it and with others.
 
     Args:
-        others: partitions to compare with.
-        steps: of each turn.
-        rounds: how often each has its turn.
-        told: file for the first iteration of each turn and its partition, in JSON.
+        others: Partitions to compare with.
+        steps: Number of steps of each turn.
+        rounds: Number of turns of each partition.
+        told: Path of a file for the first iteration and partition of each turn, in JSON.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 
-    def after_step(own: Repartitioner, times: RankTimes, num_microbatches: int) -> Move | None:
+    def after_step(
+        repartitioner: Repartitioner, times: RankTimes, num_microbatches: int
+    ) -> Move | None:
         nonlocal done
         done += 1
-        present = own._run.job.config.layers_per_stage
+        present = repartitioner._run.job.config.layers_per_stage
         if turns:
-            wanted = dict(turns).get(done + 1, present)
-            return None if wanted == present else _asked(own, wanted, times)
-        move = decide(own, times, num_microbatches)
+            next_partition = dict(turns).get(done + 1, present)
+            return (
+                None if next_partition == present else _asked(repartitioner, next_partition, times)
+            )
+        move = decide(repartitioner, times, num_microbatches)
         if move is None and done < _PATIENCE:
             return None
         chosen = present if move is None else move.partition
-        at = done + 1
+        iteration = done + 1
         for number in range(rounds):
             each = [chosen, *others]
             for partition in each[number % len(each) :] + each[: number % len(each)]:
-                turns.append((at, partition))
-                at += steps
-        if own._run.job.is_first:
-            told.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": at}))
+                turns.append((iteration, partition))
+                iteration += steps
+        if repartitioner._run.job.is_first:
+            told.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": iteration}))
         return move
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
-def _asked(own: Repartitioner, partition: tuple[int, ...], times: RankTimes) -> Move:
+def _asked(repartitioner: Repartitioner, partition: tuple[int, ...], times: RankTimes) -> Move:
     return Move(
         partition=partition,
         why="as asked",
         present_s=1.0,
         step_s=1.0,
         before_s=times.span_s,
-        former=own._run.job.config.layers_per_stage,
+        former=repartitioner._run.job.config.layers_per_stage,
     )
 
 

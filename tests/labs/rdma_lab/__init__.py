@@ -1,12 +1,12 @@
-"""A few small Linux machines on this one, joined by software RDMA, to run a command on each.
+"""Small Linux machines inside this one, connected by software RDMA, each of which runs a command.
 
     python -m tests.labs.rdma_lab [--nodes N] [--memory MIB] [--timeout S] [--machine uml|qemu]
                                   -- COMMAND [ARGUMENT ...]
 
 A node is a process: the kernel built for User-mode Linux, which needs neither virtualisation nor
 privileges. It boots in a second, runs programs on one processor and has a soft-RoCE device. Links
-are socket pairs between those processes, node 0 joins them. A node sees the file system of this
-machine at the same paths; what it writes stays in its own memory, except below ``LAB_SHARE``.
+are socket pairs between those processes, joined by node 0. A node sees the file system of this
+machine at the same paths; files that it writes stay in its own memory, except below ``LAB_SHARE``.
 
 The command starts in the caller's directory as root, with the caller's variables and
 
@@ -19,8 +19,8 @@ The command starts in the caller's directory as root, with the caller's variable
 ``LAB_SHARE``                  directory that this machine and every node can write
 =============================  ===================================================================
 
-The status is that of the first node whose command fails, 124 when the time is over, 125 when a node
-dies, else 0. The kernel is compiled on first use, which takes minutes, and kept in
+The exit status is that of the first node whose command fails, 124 if the time is over, 125 if a
+node dies, otherwise 0. The kernel is compiled on first use, which takes minutes, and kept in
 ``$XDG_CACHE_HOME/megatron-adaptive/rdma-lab`` (``~/.cache`` without that variable).
 
 With ``--machine qemu`` nodes are emulated machines with Debian's own kernel: ten times as slow, but
@@ -32,13 +32,13 @@ What differs from a real machine:
 * System calls, clocks and first touches of memory take tens of microseconds, ``import torch`` takes
   seconds, registering 16 MiB most of one: reuse buffers, and compare times only with times from the
   same boot.
-* Soft-RoCE tries for ever where ``retry_cnt`` is 7. With 6 and ``timeout`` 14 a write to a silent
-  peer fails after half a second. Nothing tells a queue pair that the program behind its peer ended.
+* Soft-RoCE retries for ever if ``retry_cnt`` is 7. With 6 and ``timeout`` 14 a write to a silent
+  peer fails after half a second. A queue pair is not informed that its peer's program ended.
 * ``CLOCK_MONOTONIC`` counts from the boot of a node, so it is not the same on two nodes.
 * File system, ``/dev/shm`` and page cache of a node are parts of its memory (``--memory``).
-* Only a file that is renamed into ``LAB_SHARE`` is sure to be seen whole by other nodes.
-* ``python3 -c 'import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)'`` is a node that loses power;
-  ``tc qdisc replace dev eth0 root netem loss 100%`` is one whose cable is pulled.
+* Other nodes are sure to see a whole file only if it is renamed into ``LAB_SHARE``.
+* ``python3 -c 'import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)'`` stands for a loss of power,
+  ``tc qdisc replace dev eth0 root netem loss 100%`` for a pulled cable.
 """
 
 from __future__ import annotations

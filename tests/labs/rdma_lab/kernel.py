@@ -38,7 +38,7 @@ def prepare() -> Path:
     """Returns the kernel to boot; the first call installs packages and compiles it.
 
     Raises:
-        LabError: that is not possible here.
+        LabError: The lab cannot run here.
     """
     if reason := why_not():
         raise LabError(reason)
@@ -63,13 +63,13 @@ def why_not() -> str | None:
 
 
 def _lacking(kernel: Path) -> list[str]:
-    """Packages to install before nodes can boot this kernel."""
+    """Returns the packages to install before nodes can boot this kernel."""
     building = () if kernel.exists() else (packages.BUILDING,)
     return packages.missing(packages.RUNNING, *building)
 
 
 def _kernel() -> Path:
-    """Path of the kernel that these choices give, whether it is there or not."""
+    """Returns the path of the kernel with these choices, whether it exists or not."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
@@ -95,7 +95,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """The archive of the source: the installed package's, else one fetched into ``work``."""
+    """Returns the archive of the source: that of the installed package, or a downloaded one."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

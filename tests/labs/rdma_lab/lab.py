@@ -1,4 +1,4 @@
-"""Boots nodes, runs a command on each and collects what they say."""
+"""Boots nodes, runs a command on each and collects their output."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .packages import LabError
 __all__ = ["DIED", "MACHINES", "TIMED_OUT", "Result", "run"]
 
 MACHINES = ("uml", "qemu")
-"""What a node may be: User-mode Linux, or a machine that QEMU emulates."""
+"""Kinds of nodes: User-mode Linux, or a machine that QEMU emulates."""
 
 TIMED_OUT = 124
-"""Status when the time was over before all nodes had finished."""
+"""Status if the time was over before all nodes had finished."""
 DIED = 125
 """Status of a node whose kernel ended."""
 
 _SCRIPTS = Path(__file__).parent
-_GRACE_S = 10.0  # that the others have to finish in once a node has failed
+_GRACE_S = 10.0  # seconds in which the others may finish after a node has failed
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -41,13 +41,13 @@ OnLine = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended on all nodes.
+    """Result of a command on all nodes.
 
     Attributes:
-        status: 0, or that of the first node to fail; 124 when the time was over.
-        statuses: by rank, ``None`` for a command that had not finished.
-        output: by rank, what it wrote to stdout and stderr.
-        duration_s: from the start of the first node to the end of the last.
+        status: Exit status of the first node that failed, otherwise 0; 124 if the time was over.
+        statuses: Exit statuses by rank, ``None`` for a command that had not finished.
+        output: Text on stdout and stderr, by rank.
+        duration_s: Seconds from the start of the first node to the end of the last.
     """
 
     status: int
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Status and output of all nodes, to read."""
+        """Status and output of all nodes, as text for people."""
         said = [
             f"[{rank}] {line}"
             for rank, part in enumerate(self.output)
@@ -68,14 +68,15 @@ class Result:
 
 @dataclass(frozen=True)
 class _Boot:
-    """What the nodes of a run boot with.
+    """Settings with which the nodes of a run boot.
 
     Attributes:
-        machine: one of :data:`MACHINES`.
-        kernel: the program that a node is; for QEMU the folder of kernel and first file system.
-        folder: what the nodes read and what they leave for the host, deleted at the end.
-        share: ``LAB_SHARE``.
-        memory_mib: memory of a node.
+        machine: Kind of the nodes, one of :data:`MACHINES`.
+        kernel: Path of the program that is a node; for QEMU the folder of kernel and first file
+            system.
+        folder: Folder for files from and to the nodes, deleted at the end.
+        share: Folder that is ``LAB_SHARE``.
+        memory_mib: Memory of a node.
     """
 
     machine: str
@@ -87,7 +88,7 @@ class _Boot:
 
 @dataclass
 class _Node:
-    """A node that runs."""
+    """A running node."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -125,7 +126,7 @@ class _Node:
 
     def end(self) -> None:
         """Ends the node with all its programs."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the node has ended by itself
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -152,22 +153,23 @@ def run(
     """Runs a command on every node and waits until all have finished.
 
     Args:
-        command: program and arguments.
-        nodes: how many nodes there are.
-        timeout_s: time for all, boot included; not for the first call's compilation of the kernel.
-        env: variables besides those of this process.
-        memory_mib: memory of a node, which also holds the files that it writes.
-        share: ``LAB_SHARE``, an existing folder; without it one that is deleted at the end.
-        on_line: called with rank and line as soon as a node has written a line.
-        machine: what the nodes are, one of :data:`MACHINES`.
+        command: Program and its arguments.
+        nodes: Number of nodes.
+        timeout_s: Seconds for everything including the boot, without the first compilation of the
+            kernel.
+        env: Variables that are added to those of this process.
+        memory_mib: Memory of a node, which also holds the files that it writes.
+        share: Existing folder that is ``LAB_SHARE``; ``None`` for one that is deleted at the end.
+        on_line: Function that is called with rank and line as soon as a node has written a line.
+        machine: Kind of the nodes, one of :data:`MACHINES`.
 
     Raises:
-        LabError: the lab cannot run here.
+        LabError: The lab cannot run here.
     """
     program = qemu.prepare() if machine == "qemu" else kernel.prepare()
     with tempfile.TemporaryDirectory(prefix="rdma-lab-") as name:
-        place = (share or Path(name, "share")).resolve()
-        boot = _Boot(machine, program, Path(name), place, memory_mib)
+        folder = (share or Path(name, "share")).resolve()
+        boot = _Boot(machine, program, Path(name), folder, memory_mib)
         if share is None:
             boot.share.mkdir()
         if any(character.isspace() for character in f"{boot.folder}{boot.share}"):
@@ -247,7 +249,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Open to the end: for its peers a dead node is one that is silent.
+        # Links stay open to the end, so that for its peers a dead node is a silent one.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -259,8 +261,8 @@ def _processors(machine: str) -> list[set[int]]:
     """Returns the processors of this machine that each node runs on, in turn.
 
     User-mode Linux has one processor and is two processes here, its kernel and its programs, of
-    which one runs at a time. Apart from each other they make every system call two to three times
-    as slow, for seconds, and the nodes then differ.
+    which one runs at a time. On different processors they would make every system call two to three
+    times as slow, for seconds, and nodes would differ.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if machine != "uml":
@@ -290,7 +292,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file there, which has to be executable.
+    # The memory of a node is a file in this folder, and it must be executable.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

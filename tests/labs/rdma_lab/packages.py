@@ -34,7 +34,7 @@ RUNNING: Mapping[str, str] = {
     "ib_write_lat": "perftest",
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
 }
-"""What the nodes run: program or file, and its package."""
+"""Programs and files that nodes need, with their packages."""
 
 BUILDING: Mapping[str, str] = {
     "gcc": "gcc",
@@ -45,13 +45,13 @@ BUILDING: Mapping[str, str] = {
     "bc": "bc",
     "xz": "xz-utils",
 }
-"""What the kernel is compiled with."""
+"""Programs and files for compiling the kernel, with their packages."""
 
 _SYSTEM = "/usr/sbin:/sbin"
 
 
 class LabError(Exception):
-    """The lab cannot run here; one line that says why and what to do."""
+    """The lab cannot run here; the text says in one line why and what to do."""
 
 
 def why_not_here() -> str | None:
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Returns the packages of missing files, each once."""
+    """Returns the packages of missing files, without duplicates."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -99,7 +99,7 @@ def install(packages: list[str]) -> None:
     """Installs Debian packages (see :func:`can_install`); waits for other installations to end.
 
     Raises:
-        LabError: it did not work.
+        LabError: The installation failed.
     """
     apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=600"]
     call(*apt, "update")
@@ -110,12 +110,12 @@ def call(*command: str | Path, cwd: Path | None = None, given: str | None = None
     """Runs a program to its end; returns its standard output.
 
     Args:
-        command: program and arguments.
-        cwd: where it runs.
-        given: what it reads from stdin.
+        command: Program and its arguments.
+        cwd: Folder in which it runs.
+        given: Text for its standard input.
 
     Raises:
-        LabError: it failed; holds the last line that it wrote to stderr.
+        LabError: The program failed; the text has the last line of its stderr.
     """
     done = subprocess.run(
         command,

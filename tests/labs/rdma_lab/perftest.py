@@ -28,45 +28,45 @@ _MIB = 1 << 20
 
 
 class PerftestError(Exception):
-    """perftest did not measure; holds what it wrote."""
+    """perftest measured nothing; the text is its output."""
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
     """Returns the bandwidth of many RDMA writes at a time from node 1 to node 0, in bytes/s.
 
     Args:
-        size_bytes: of a write.
-        total_bytes: of all writes; they are never fewer than five.
-        timeout_s: the longest that this may block.
+        size_bytes: Size of a write.
+        total_bytes: Size of all writes; there are at least five.
+        timeout_s: Seconds for which this may block.
 
     Returns:
         The average of ``ib_write_bw``, the same on both nodes.
 
     Raises:
-        PerftestError: it failed, or the time was over.
+        PerftestError: perftest failed, or the time was over.
     """
     count = max(5, total_bytes // size_bytes)
     _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
-    return average * _MIB  # it says MB and means MiB
+    return average * _MIB  # perftest prints MB but means MiB
 
 
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
     """Returns the time in us from an RDMA write until the other node's program sees the data.
 
-    Where processors are shared the two values differ by a multiple: some writes wait for a whole
-    slice of another program.
+    If other programs use the processors, the mean is a multiple of the median, because some writes
+    wait for a whole time slice.
 
     Args:
-        size_bytes: of a write.
-        count: writes in either direction, each one an answer to the one before.
-        timeout_s: the longest that this may block.
+        size_bytes: Size of a write.
+        count: Number of writes in each direction, of which each answers the previous one.
+        timeout_s: Seconds for which this may block.
 
     Returns:
-        The typical (median) value of ``ib_write_lat``, half a round trip, as node 1 saw it, and the
-        mean; the same on both nodes.
+        The median of ``ib_write_lat``, half a round trip as node 1 measures it, and the mean; the
+        same on both nodes.
 
     Raises:
-        PerftestError: it failed, or the time was over.
+        PerftestError: perftest failed, or the time was over.
     """
     _least, _most, typical, mean = _measure("ib_write_lat", size_bytes, count, timeout_s)[:4]
     return typical, mean
@@ -78,8 +78,8 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
     if rank > 1:
         raise PerftestError(f"{tool} runs between nodes 0 and 1, this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # Where other programs keep the processors busy, perftest may fail to find out their frequency:
-    # then it gives no numbers.
+    # If other programs use the processors, perftest may fail to measure their frequency, and then
+    # prints no numbers.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:

@@ -1,7 +1,7 @@
-"""Nodes as whole machines under QEMU: slow, but with the address space that sanitizers want.
+"""Nodes as whole machines under QEMU: slow, but with the address space that sanitizers need.
 
-They boot Debian's own kernel, of which only the few modules that a node needs are kept. QEMU
-emulates the processor, so that neither privileges nor virtualisation are needed.
+They boot Debian's own kernel with the few modules that a node needs. QEMU emulates the processor,
+so that neither privileges nor virtualisation are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs, and their packages; none of them is installed unasked."""
+"""Programs and their packages; the lab itself installs none of them."""
 
 KERNEL = "linux-image-6.12-amd64"
 """Depends on the newest kernel; those made for clouds have neither soft-RoCE nor 9p."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE asks for that checksum by its name only.
+    # Soft-RoCE loads the module of this checksum by its name.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -53,7 +53,7 @@ def prepare() -> Path:
     """Returns the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
 
     Raises:
-        LabError: that is not possible here.
+        LabError: The lab cannot run here.
     """
     if reason := why_not():
         raise LabError(reason)
@@ -77,7 +77,7 @@ def _make(kernel: Path) -> None:
         for folder in _FOLDERS:
             (root / folder).mkdir(parents=True)
         busybox = shutil.which("busybox")
-        assert busybox is not None  # why_not() has looked
+        assert busybox is not None  # why_not() has checked this
         shutil.copy(busybox, root / "bin/busybox")
         shutil.copy(INIT, root / "init")
         (root / "init").chmod(0o755)
@@ -132,32 +132,32 @@ def arguments(
     """Returns the command that starts a node.
 
     Args:
-        kernel: of :func:`prepare`.
-        rank: of the node.
-        links: its ends of the links to other nodes; several join in a hub.
-        memory_mib: of the node.
-        folders: what it mounts to write to, by tag.
-        variables: ``NAME=VALUE`` for its first process.
+        kernel: Folder that :func:`prepare` returned.
+        rank: Number of the node.
+        links: Its ends of the links to other nodes; several are joined by a hub.
+        memory_mib: Memory of the node.
+        folders: Folders that it mounts for writing, by tag.
+        variables: Variables of its first process, as ``NAME=VALUE``.
     """
-    words = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
-    words += ["-m", str(memory_mib), "-serial", "stdio"]
-    words += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
-    # Where the host is busy the emulated timer would fail the kernel's check of it.
+    command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
+    command += ["-m", str(memory_mib), "-serial", "stdio"]
+    command += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
+    # On a busy host the emulated timer would fail the kernel's check.
     options = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"
-    words += ["-append", f"{options} {' '.join(variables)}"]
+    command += ["-append", f"{options} {' '.join(variables)}"]
     link = "dgram,id={},local.type=fd,local.str={}".format
     if len(links) == 1:
-        words += ["-netdev", link("net", links[0].fileno())]
+        command += ["-netdev", link("net", links[0].fileno())]
     else:
-        words += ["-netdev", "hubport,id=net,hubid=0"]
+        command += ["-netdev", "hubport,id=net,hubid=0"]
         for index, end in enumerate(links):
-            words += ["-netdev", link(f"link{index}", end.fileno())]
-            words += ["-netdev", f"hubport,id=port{index},hubid=0,netdev=link{index}"]
-    words += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{rank + 1:02x}"]
+            command += ["-netdev", link(f"link{index}", end.fileno())]
+            command += ["-netdev", f"hubport,id=port{index},hubid=0,netdev=link{index}"]
+    command += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{rank + 1:02x}"]
     for tag, path, more in (
         ("host", Path("/"), ",readonly=on,multidevs=remap"),
         *((tag, path, "") for tag, path in folders.items()),
     ):
-        words += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
-        words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-    return words
+        command += ["-fsdev", f"local,id={tag},path={path},security_model=none{more}"]
+        command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+    return command

@@ -1,4 +1,4 @@
-"""Starts and ends the lab, and what happens to its nodes."""
+"""Starts and ends the lab, and causes events on its nodes."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class Lab:
     """A running cluster.
 
     Args:
-        folder: where it keeps everything; must not exist.
-        kinds: the nodes, ``n1`` being the first.
-        accounting: whether ``sacct`` answers.
-        settings: further lines of ``slurm.conf``.
+        folder: Folder for all files, which must not exist.
+        kinds: Kinds of nodes, of which ``n1`` is the first.
+        accounting: Whether ``sacct`` answers.
+        settings: Further lines of ``slurm.conf``.
     """
 
     def __init__(
@@ -193,13 +193,13 @@ class Lab:
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
-        self._booted_s[name] = int(time.time())  # Slurm tells whole seconds
+        self._booted_s[name] = int(time.time())  # Slurm prints whole seconds
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
         address = f"10.66.0.{10 + number}"
         command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
         self._start(name, command)
         init = str(self._init(name))
-        # The old end goes with its node's namespace, which takes the kernel a moment.
+        # The kernel needs a moment to remove the old end with the namespace of its node.
         with contextlib.suppress(subprocess.CalledProcessError):
             self._in_ctl("ip", "link", "delete", name)
         self._in_ctl(*f"ip link add {name} type veth peer name eth0 netns {init}".split())
@@ -208,16 +208,16 @@ class Lab:
     def put_back(self, name: str) -> None:
         """Boots a node that lost its processes; Slurm gives it jobs after noticing that.
 
-        As an administrator does it. Before, Slurm may give a job to the node as it was, and ends it
-        for good once the node says that it started anew and no such job is there.
+        An administrator does the same. Before that, Slurm may give the node a job, and end the job
+        when the node reports that it has restarted without it.
         """
 
         def is_registered() -> bool:
             said = self.run(["scontrol", "show", "node", name]).stdout
-            found = re.search(r"SlurmdStartTime=(\S+)", said)
-            if found is None or found[1] == "None":
+            match = re.search(r"SlurmdStartTime=(\S+)", said)
+            if match is None or match[1] == "None":
                 return False
-            return datetime.datetime.fromisoformat(found[1]).timestamp() >= self._booted_s[name]
+            return datetime.datetime.fromisoformat(match[1]).timestamp() >= self._booted_s[name]
 
         update = "scontrol", "update", f"NodeName={name}"
         self.output(*update, "State=DRAIN", "Reason=it starts anew")

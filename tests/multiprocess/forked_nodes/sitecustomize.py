@@ -28,7 +28,7 @@ SCRIPTS = (
     "pretrain_gpt.py",
     "slow_rank.py",
     "gpt_steps.py",
-    "gpu_steps.py",
+    "gpu_check/steps.py",
     "watched.py",
     "pipeline_script.py",
 )

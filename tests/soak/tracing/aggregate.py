@@ -1,4 +1,4 @@
-"""Measures time and memory of a large run's figures; run as a script, it is the reader."""
+"""Measures time and memory of the figures of a large run; as a program this is the reader."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 
+from harness.processes import run_module
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
-from tests.support.ranks import run_module
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64
@@ -19,17 +19,17 @@ LIMIT_S = 600.0
 
 
 def measure(spans: int) -> dict[str, float]:
-    """Writes a made-up run and reads it in a separate process.
+    """Writes a synthetic run and reads it in a separate process.
 
     Args:
-        spans: about how many.
+        spans: Approximate number of spans.
 
     Returns:
-        ``spans``, ``write_s``, ``read_s``, ``diagnose_s`` and ``peak_bytes`` of the reader and its
-        largest child together.
+        ``spans``, ``write_s``, ``read_s``, ``diagnose_s``, and ``peak_bytes``, the memory of the
+        reader and its children.
 
     Raises:
-        RuntimeError: the reader failed.
+        RuntimeError: The reader failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         each = MICROBATCHES * 7 * RANKS
@@ -51,14 +51,14 @@ def measure(spans: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Reads the run in a folder and prints the time and memory of that."""
+    """Reads the run in a folder and prints the time and memory that this takes."""
     from megatron.adaptive.trace.diagnose import diagnose
 
     start = time.perf_counter()
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # A process's children are gone with what they held; of those only the largest is known.
+    # The system knows only the largest memory of all ended children.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -1,4 +1,4 @@
-"""Made-up runs for the diagnosis: drawn from a seed, noisy as real ones, with one fault or none."""
+"""Synthetic runs for the diagnosis, as noisy as real ones, each with one fault or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 RANKS = 4
 SCHEDULES = (("1f1b", 1), ("adaptive", 1), ("zb-h1", 1), ("interleaved", 2), ("adaptive", 2))
-"""Schedules and chunks."""
+"""Schedules and their numbers of chunks."""
 
 GROUPS: tuple[tuple[str, int], ...] = (
     ("rank x1.1", 40),
@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
     ("spikes", 25),
     ("slow data", 25),
 )
-"""Faults and how many runs of 200 have them."""
+"""Number of runs with each fault, of 200."""
 
 WEAK = "rank x1.1"
 CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow data"}
@@ -36,12 +36,13 @@ class Outcome:
     """Compares the diagnosis of a run with its fault.
 
     Attributes:
-        group: name of the fault, ``quiet`` for none.
-        truth: cause and ranks, empty for none.
-        said: headlines.
-        right: the dearest finding has the right cause and culprit; of a quiet run: there is none.
-        others: findings besides the right one.
-        case: what the run was.
+        group: Name of the fault, ``quiet`` for none.
+        truth: Cause and ranks, empty for none.
+        said: Headlines of the diagnosis.
+        right: Whether the most expensive finding has the right cause and ranks; for a quiet run,
+            whether there is no finding.
+        others: Number of findings besides the right one.
+        case: Description of the run.
     """
 
     group: str
@@ -53,7 +54,7 @@ class Outcome:
 
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
-    """A run without fault: schedule, times, noise, clocks and the last stage's head drawn."""
+    """Returns a run without a fault, with random schedule, times, noise, clocks and head."""
     schedule, chunks = rng.choice(SCHEDULES)
     forward_s = rng.uniform(0.005, 0.02)
     head = rng.choice((0.0, 0.0, rng.uniform(0.3, 1.5)))
@@ -85,7 +86,7 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """A fault of a group, in all iterations of the run or from some iteration on."""
+    """Returns a fault of a group, in all iterations of the run or from some iteration on."""
     replicas = run.replicas
     rank = rng.randrange(run.world_size)
     first = 1
@@ -116,7 +117,7 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
     """Compares a diagnosis with the truth.
 
-    A last stage with a head is uneven indeed: there, that finding is neither right nor wrong.
+    A last stage with a head is really uneven: that finding counts neither as right nor as wrong.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0
@@ -132,12 +133,12 @@ def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]
 
 
 def outcomes(runs: int, seed: int, groups: Iterable[str] | None = None) -> Iterator[Outcome]:
-    """Makes up runs and diagnoses them.
+    """Diagnoses synthetic runs.
 
     Args:
-        runs: with faults, and as many quiet ones.
-        seed: of all draws; those below 1000 were used for choosing the limits.
-        groups: only these.
+        runs: Number of runs with a fault; there are as many quiet ones.
+        seed: Seed of all draws; seeds below 1000 were used for choosing the limits.
+        groups: Names of the faults, ``None`` for all.
 
     Yields:
         One outcome per run; half of the runs have one replica, half two.

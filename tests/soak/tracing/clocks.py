@@ -1,7 +1,7 @@
-"""Measures the error left between compared clocks; run as a script, it is one process.
+"""Measures the error between aligned clocks; as a program this is one process.
 
-Every process puts its clock wrong on purpose, by an offset and a drift, and samples that of the
-first over a real connection, while it computes. The truth is known: the machine has one clock.
+Every process changes its clock by an offset and a drift, and samples that of the first over a real
+connection while it computes. The truth is known, because the machine has one clock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from harness.processes import run_module
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
 from megatron.adaptive.trace.trace_format import ClockSamples
-from tests.support.ranks import run_module
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
 """Offsets in seconds, drifts in ppm."""
@@ -28,17 +28,17 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
     """Samples the clocks of processes with wrong clocks, and compares the fit with the truth.
 
     Args:
-        seconds: how long each samples.
-        repetitions: of each wrong clock.
+        seconds: Seconds for which each process samples.
+        repetitions: Number of repetitions with each wrong clock.
 
     Returns:
-        Per process ``error_us``, the median error of its fitted times, ``residual_us``, what the
-        fit itself says, and ``drift_error_ppm``.
+        For each process ``error_us``, the median error of its fitted times, ``residual_us``, the
+        error that the fit itself estimates, and ``drift_error_ppm``.
 
     Raises:
-        RuntimeError: a process failed.
+        RuntimeError: A process failed.
     """
-    found: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
+    errors_of: dict[str, list[float]] = {"error_us": [], "residual_us": [], "drift_error_ppm": []}
     with closing(ClockServer()) as server:
         for _ in range(repetitions):
             for offset_s, drift_ppm in WRONG:
@@ -48,10 +48,10 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
                 errors = np.abs(
                     fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true
                 )
-                found["error_us"].append(float(np.median(errors)) / 1e3)
-                found["residual_us"].append(fit.residual_ns / 1e3)
-                found["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
-    return found
+                errors_of["error_us"].append(float(np.median(errors)) / 1e3)
+                errors_of["residual_us"].append(fit.residual_ns / 1e3)
+                errors_of["drift_error_ppm"].append(abs(fit.drift_ppm + drift_ppm))
+    return errors_of
 
 
 def sample(
@@ -60,14 +60,14 @@ def sample(
     """Starts a process with a wrong clock; returns ``samples``, ``bursts`` and ``start_ns``.
 
     Raises:
-        RuntimeError: the process failed.
+        RuntimeError: The process failed.
     """
     numbers = (server.port, server.secret, offset_s, drift_ppm, seconds)
     return dict(run_module("tests.soak.tracing.clocks", *numbers, limit_s=seconds + 60))
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """The reading of a wrong clock, which was off by the offset alone at ``start_ns``."""
+    """Returns the time of a wrong clock, which differs by the offset alone at ``start_ns``."""
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
 
@@ -86,7 +86,7 @@ def main() -> int:
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        sum(range(2000))  # a rank's own thread holds the interpreter's lock, too
+        sum(range(2000))  # threads of a rank hold the interpreter's lock too
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
     print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))

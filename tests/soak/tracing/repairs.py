@@ -1,9 +1,9 @@
-"""Repairs that the what-if names, done for real: predicted against measured steps.
+"""Repairs that the what-if names, made in real processes: predicted beside measured steps.
 
-Real processes that sleep for their work (``worker``) run with something wrong, the what-if reads
-their traces, and they run again with each repair. A predicted step is the recorded one less the
-gain; delays are the transport's, orders and dealing those of the engine. With two chunks per rank
-the lengths of microbatches are drawn anew, so that such repairs of unequal lengths are off by that.
+Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if reads their
+traces, and they run again with each repair. A predicted step is the recorded one minus the gain.
+The transport delays messages; orders and dealing are those of the engine. A repair with two chunks
+per rank draws other lengths of microbatches, which adds to its error.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Done:
     """One repair.
 
     Attributes:
-        job: what was wrong.
-        what: the repair, as the what-if calls it.
-        before_s: step before it.
-        predicted_s: step that the what-if predicts.
-        real_s: step with it.
+        job: Name of the fault.
+        what: Name of the repair in the what-if.
+        before_s: Seconds of a step before the repair.
+        predicted_s: Seconds of a step as the what-if predicts it.
+        real_s: Seconds of a step after the repair.
     """
 
     job: str
@@ -70,10 +70,10 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
-    """Gives each stage the layers of the flag, the last one its head besides."""
-    found = re.search(r"--partition ([\d-]+)", repair.flag)
-    assert found is not None, repair.flag
-    work = np.array([float(layers) for layers in found[1].split("-")])
+    """Returns a run whose stages have the layers that a repair names."""
+    match = re.search(r"--partition ([\d-]+)", repair.flag)
+    assert match is not None, repair.flag
+    work = np.array([float(layers) for layers in match[1].split("-")])
     work[-1] += run.head
     return replace(run, head=0.0, stage_factors=tuple((work / LAYERS).tolist()))
 
@@ -89,7 +89,7 @@ _MENDS: dict[str, Mend] = {
 
 
 def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
-    """Returns jobs with something wrong, and the repairs to try on each; twelve in all."""
+    """Returns jobs with a fault, and the repairs to try on each, twelve in all."""
 
     def make(**options: Any) -> SyntheticRun:
         return real_run(HALF_S, iterations=ITERATIONS, **options)
@@ -122,19 +122,19 @@ def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
 
 
 def measure() -> Iterator[Done]:
-    """Does all repairs, one after the other.
+    """Makes all repairs, one after the other.
 
     Raises:
-        RuntimeError: a rank failed, the time limit passed, or a repair is not named.
+        RuntimeError: A rank failed, the time limit passed, or the what-if lacks a repair.
     """
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
-        for what in repairs:
-            named = [r for r in answers.repairs if what in r.description]
+        for name in repairs:
+            named = [r for r in answers.repairs if name in r.description]
             if not named:
-                raise RuntimeError(f"{job}: no repair {what!r} among {answers.repairs}")
-            real_s, _ = _run(_MENDS[what](broken, named[0]))
-            yield Done(job, what, before_s, before_s * (1 - named[0].gain), real_s)
+                raise RuntimeError(f"{job}: no repair {name!r} among {answers.repairs}")
+            real_s, _ = _run(_MENDS[name](broken, named[0]))
+            yield Done(job, name, before_s, before_s * (1 - named[0].gain), real_s)
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
@@ -148,6 +148,8 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
     """Returns pairs of a job's repairs whose predicted order is the real one, and all pairs."""
-    pairs = [(one, other) for one, other in itertools.combinations(done, 2) if one.job == other.job]
+    pairs = [
+        (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job
+    ]
     right = [(a.predicted_s < b.predicted_s) == (a.real_s < b.real_s) for a, b in pairs]
     return sum(right), len(right)

@@ -1,7 +1,7 @@
 """Real runs with a fault: processes that exchange real messages, trace themselves, and sleep.
 
-Work is slept as ``synthetic.draw_step`` draws it for made-up runs; faults go into these sleeps,
-into the reading of data, or into the moment at which a message is handed over.
+The durations are those that ``synthetic_trace.draw_step`` draws for synthetic runs. Faults change
+these sleeps, the reading of data, or the arrival of messages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from harness.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.catalog import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.microbatch_assignment import deal  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
@@ -28,14 +29,13 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 from megatron.adaptive.trace.trace_format import KINDS, TraceHeader  # noqa: E402
-from tests.support.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
 from tests.support.synthetic_trace import Fault, SyntheticRun, draw_step  # noqa: E402
 
 LAYERS = 4
 
 
 class Stages(SleepingStages):
-    """Chunks of which the first reads its data within its forward.
+    """Chunks that sleep; the first stage reads its data within its forward.
 
     Args:
         work: Durations of the step.
@@ -92,9 +92,9 @@ class Rank:
     """One rank of a run.
 
     Args:
-        rank: global; a pipeline position's replicas are next to each other.
-        run: what to do.
-        folder: for the traces.
+        rank: Global rank; the replicas of a pipeline position are next to each other.
+        run: Description of the run.
+        folder: Folder for the traces.
     """
 
     def __init__(self, rank: int, run: SyntheticRun, folder: Path) -> None:
@@ -186,7 +186,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does it."""
+    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does."""
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]
@@ -194,22 +194,22 @@ def draw_dealt(
         return draw_step(run, placement, iteration, replica, seeds[replica])
     sound = replace(run, faults=())
     drawn = [draw_step(sound, placement, iteration, r, seed)[0] for r, seed in enumerate(seeds)]
-    work = np.concatenate([one.durations_ps for one in drawn], axis=2)
+    work = np.concatenate([workload.durations_ps for workload in drawn], axis=2)
     factors = np.ones((run.replicas, placement.num_stages))
     for fault in run.faults:
         position, of = divmod(fault.rank, run.replicas)
         for chunk in range(placement.num_chunks):
             factors[of, placement.stage_of(position, chunk)] *= fault.factor
-    # Its slowest rank is what a replica is as fast as.
+    # A replica is as fast as its slowest rank.
     costs = (work.sum(axis=0)[None] * factors[:, :, None]).max(axis=1)
-    mine = deal(costs.tolist())[replica]
-    order = order_by_cost(costs[replica, list(mine)].tolist(), run.num_ranks)
-    dealt = work[:, :, [mine[place] for place in order]] * factors[replica][:, None]
-    delays = drawn[replica].delays_ps[:, :, np.arange(len(mine)) % run.num_microbatches]
+    numbers = deal(costs.tolist())[replica]
+    order = order_by_cost(costs[replica, list(numbers)].tolist(), run.num_ranks)
+    dealt = work[:, :, [numbers[index] for index in order]] * factors[replica][:, None]
+    delays = drawn[replica].delays_ps[:, :, np.arange(len(numbers)) % run.num_microbatches]
     dealt_work = replace(
         drawn[replica], durations_ps=np.rint(dealt).astype(np.int64), delays_ps=delays
     )
-    return dealt_work, np.full(len(mine), run.data_s)
+    return dealt_work, np.full(len(numbers), run.data_s)
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
@@ -219,7 +219,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
     run = SyntheticRun(**{**plan["run"], "faults": faults})
     member = Rank(rank, run, Path(plan["folder"]))
     spans = [member.iterate(iteration) for iteration in range(1, run.iterations + 1)]
-    found: list[Any] = [None] * run.world_size
-    dist.all_gather_object(found, spans)
+    gathered: list[Any] = [None] * run.world_size
+    dist.all_gather_object(gathered, spans)
     member.close()
-    return found
+    return gathered

@@ -1,4 +1,4 @@
-"""Real runs whose work is slept: what the diagnosis and the figures make of them."""
+"""Diagnosis and figures of runs of real processes that sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 import numpy as np
 
+from harness.processes import fork_ranks
 from megatron.adaptive.trace.diagnose import diagnose
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
 from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
-from tests.support.ranks import fork_ranks
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""In turn; one in seven runs has no fault."""
+"""Faults of the runs in turn; one in seven runs has none."""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
-"""Of a half-rank's F, B and W where bubbles are compared."""
+"""Seconds of F, of B and of W of half a rank, for comparing bubbles."""
 
 
 def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
     """Runs and diagnoses.
 
     Args:
-        runs: how many; half with one replica, half with two.
-        seed: of all draws.
-        limit_s: everything is killed after it.
+        runs: Number of runs, half with one replica, half with two.
+        seed: Seed of all draws.
+        limit_s: Seconds after which everything is killed.
 
     Raises:
-        RuntimeError: a rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the time limit passed.
     """
     outcomes = []
     for number in range(runs):
@@ -51,15 +51,16 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
     """Measures runs without a fault.
 
     Args:
-        runs: how many.
-        seed: of all draws.
-        half_s: of a half-rank's F, B and W.
+        runs: Number of runs.
+        seed: Seed of all draws.
+        half_s: Seconds of F, of B and of W of half a rank.
 
     Returns:
-        Per run the mean over the ranks of the trace's bubble minus the true one, percentage points.
+        For each run the mean over its ranks of the trace's bubble minus the true one, in percentage
+        points.
 
     Raises:
-        RuntimeError: a rank failed.
+        RuntimeError: A rank failed.
     """
     errors = []
     for number in range(runs):
@@ -75,22 +76,22 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
     """Executes a run.
 
     Args:
-        folder: for its traces.
-        run: what to do.
-        limit_s: everything is killed after it.
+        folder: Folder for its traces.
+        run: Description of the run.
+        limit_s: Seconds after which everything is killed.
 
     Returns:
-        Per rank and iteration the spans in which it was at work, pairs of seconds.
+        Begin and end in seconds of all actions, by rank and iteration.
 
     Raises:
-        RuntimeError: a rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the time limit passed.
     """
     plan = {"folder": str(folder), "run": asdict(run)}
     return list(fork_ranks("tests.soak.tracing.slept_rank", run.world_size, limit_s, plan))
 
 
 def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
-    """Bubble of the trace minus the stages' own, median of the iterations' means, in points."""
+    """Returns the bubble of the trace minus the true one, the median of iterations, in points."""
     figures = run_figures(read_run(folder))
     errors = []
     for number, iteration in enumerate(figures.iterations.tolist()):

@@ -1,4 +1,4 @@
-"""Parts of a benchmark: one that fails is a goal missed, and the others are measured."""
+"""Parts of a program that measures: one that fails is a missed goal, and the others run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.report import Result, Row
+from harness import report
+from harness.report import Result, Row
 
 
 def test_a_part_that_fails_is_missed_and_the_others_stay(
@@ -33,19 +33,20 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
     options = argparse.Namespace(part=["third", "first", "second"], json=target, results=None)
     assert report.measure(parts, options, seed=3) == 1
     assert kept == [2]
-    found = json.loads(target.read_text())
-    assert [row["met"] for row in found["rows"]] == [True, False, True]
-    assert found["rows"][1]["note"] == "RuntimeError: no disk / here"
-    assert found["seed"] == 3
+    content = json.loads(target.read_text())
+    assert [row["met"] for row in content["rows"]] == [True, False, True]
+    assert content["rows"][1]["note"] == "RuntimeError: no disk / here"
+    assert content["seed"] == 3
     assert "other programs used 50% of the processors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"), [("", None), ("--part a c", ["a", "c"]), ("--part c --part a", ["c", "a"])]
+    ("line", "expected"),
+    [("", None), ("--part a c", ["a", "c"]), ("--part c --part a", ["c", "a"])],
 )
-def test_parts_are_named_in_one_flag_or_several(words: str, wanted: list[str] | None) -> None:
+def test_parts_are_named_in_one_flag_or_several(line: str, expected: list[str] | None) -> None:
     parser = report.parser_of("What it measures.", ("a", "b", "c"))
-    assert parser.parse_args(words.split()).part == wanted
+    assert parser.parse_args(line.split()).part == expected
 
 
 def test_results_are_appended_with_command_and_commit(
@@ -68,9 +69,9 @@ def test_results_are_appended_with_command_and_commit(
 
 
 def test_the_commit_names_changes(tmp_path: Path) -> None:
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        command = ["git", "-C", str(tmp_path), *who, *words]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     assert report.commit_of(tmp_path) == "unknown"

@@ -12,9 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import Part, parts
-from benchmarks.report import ROOT
+from gpu_check.__main__ import main
+from gpu_check.check import Outcome, read_tests
+from gpu_check.machine import card_and_driver, default_output
+from gpu_check.parts import Part, chosen_parts, parts, set_up_part
+from harness.report import ROOT
 
 # One process outlives its parent and leaves its session.
 HANGS = """
@@ -43,8 +45,8 @@ def report(folder: Path) -> tuple[dict[str, Any], str]:
 RUN = """
 import sys
 from pathlib import Path
-from benchmarks.tests.test_gpu_check import some_parts
-from benchmarks.gpu_check import Check
+from gpu_check.check import Check
+from tests.test_gpu_check import some_parts
 sys.exit(Check(Path(sys.argv[1]), float(sys.argv[2]), rehearse=False).run(None, some_parts()))
 """
 
@@ -67,8 +69,8 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     content, page = report(tmp_path)
-    found = {one["name"]: (one["state"], one["reason"]) for one in content["parts"]}
-    assert found == {
+    states = {part["name"]: (part["state"], part["reason"]) for part in content["parts"]}
+    assert states == {
         "device": ("ok", ""),
         "hangs": ("cut", "it took more than 4 s"),
         "fails": ("failed", "status 1: no such thing"),
@@ -78,9 +80,13 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
         "works": ("ok", ""),
     }
     assert content["gpus"] == 1
-    for one in content["parts"]:
-        assert f"| {one['name']} | {one['state']} |" in page
-    left = [one.pid for one in psutil.process_iter() if "time.sleep(600)" in " ".join(_words(one))]
+    for part in content["parts"]:
+        assert f"| {part['name']} | {part['state']} |" in page
+    left = [
+        process.pid
+        for process in psutil.process_iter()
+        if "time.sleep(600)" in " ".join(_words(process))
+    ]
     assert not left
 
 
@@ -93,10 +99,11 @@ def _words(process: psutil.Process) -> list[str]:
 
 BARE = """
 import sys
-from benchmarks import gpu_check
-part = gpu_check.Part(name="set-up", command={command}, planned_s=9)
-gpu_check.set_up_part = lambda pack=None: part
-sys.exit(gpu_check.main(sys.argv[1:]))
+from gpu_check import __main__ as program
+from gpu_check.parts import Part
+part = Part(name="set-up", command={command}, planned_s=9)
+program.set_up_part = lambda pack=None: part
+sys.exit(program.main(sys.argv[1:]))
 """
 
 
@@ -115,7 +122,7 @@ def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> Non
 
 
 def test_tests_are_counted_up_to_where_they_were_cut() -> None:
-    outcome = gpu_check.Outcome("tests")
+    outcome = Outcome("tests")
     text = """
 tests/gpu/test_one.py::test_a[x y] PASSED                 [ 10%]
 tests/gpu/test_one.py::test_b FAILED                      [ 20%]
@@ -124,7 +131,7 @@ tests/gpu/test_one.py::test_d
 SKIPPED [1] tests/gpu/test_one.py:9: no
 FAILED tests/gpu/test_one.py::test_b - assert 1 == 2
 """
-    gpu_check._read_tests(text, outcome)
+    read_tests(text, outcome)
     assert outcome.facts["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert outcome.reason == "tests/gpu/test_one.py::test_b: assert 1 == 2"
     assert outcome.facts["skips"] == [[1, "no"]]
@@ -136,7 +143,7 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
         assert len({one.name for one in found}) == len(found)
         on_one_gpu = [
             one
-            for one in (gpu_check.set_up_part(), *found)
+            for one in (set_up_part(), *found)
             if {need for need, _ in one.needs} <= {"torch", "pytest", "gpus"}
         ]
         assert sum(one.planned_s for one in on_one_gpu) <= 560
@@ -148,11 +155,11 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
 
 
 def test_the_document_has_the_planned_seconds_of_each_part() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "gpu_check.md").read_text()
     told = dict(re.findall(r"^\| `?([\w-]+)`? \| (\d+) s \|", text, re.MULTILINE))
     told |= dict(re.findall(r"^\| `nccl`, `(te)` \| (\d+) s each", text, re.MULTILINE))
     told["nccl"] = told["te"]
-    planned = [gpu_check.set_up_part(), *parts(rehearse=False)]
+    planned = [set_up_part(), *parts(rehearse=False)]
     assert told == {one.name: f"{one.planned_s:g}" for one in planned}
 
 
@@ -171,7 +178,7 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
 
 
 def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() -> None:
-    found = gpu_check.chosen_parts(["memory", "pp1"], rehearse=False)
+    found = chosen_parts(["memory", "pp1"], rehearse=False)
     assert [one.name for one in found] == ["device", "pp1", "memory"]
 
 
@@ -185,7 +192,7 @@ def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() ->
 )
 def test_bad_input_is_named(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main(words.split())
+        main(words.split())
     assert ended.value.code == 2
     assert rule in capsys.readouterr().err
 
@@ -195,12 +202,12 @@ def test_a_run_on_a_gpu_is_kept_under_results_with_card_and_driver() -> None:
         "name, driver_version, memory.total [MiB], memory.used [MiB]\n"
         "NVIDIA H100 80GB HBM3, 580.159.04, 81559 MiB, 0 MiB\n"
     )
-    facts = gpu_check.card_and_driver(csv)
+    facts = card_and_driver(csv)
     assert facts == {"card": "NVIDIA H100 80GB HBM3", "driver": "580.159.04"}
-    folder = gpu_check.default_output(facts, rehearse=False)
+    folder = default_output(facts, rehearse=False)
     assert folder.parent == ROOT / "results"
     assert folder.name.endswith("-nvidia-h100-80gb-hbm3-580.159.04")
-    assert gpu_check.default_output(facts, rehearse=True).parent == ROOT / "runs"
+    assert default_output(facts, rehearse=True).parent == ROOT / "runs"
     for text in ("there is no nvidia-smi", "", "NVIDIA-SMI has failed\nMake sure that"):
-        assert gpu_check.card_and_driver(text) == {}
-    assert gpu_check.default_output({}, rehearse=False).parent == ROOT / "runs"
+        assert card_and_driver(text) == {}
+    assert default_output({}, rehearse=False).parent == ROOT / "runs"

@@ -1,4 +1,4 @@
-"""Ranks of soaks and studies: jobs of a script, forked ranks, and a rank that loads a GPT."""
+"""Programs and ranks on this machine, with a time limit; no process outlives its call."""
 
 from __future__ import annotations
 
@@ -11,20 +11,45 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.multiprocess.launch import ROOT, environment, kill_tree
+from harness.report import ROOT
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Returns the environment of a program of this checkout; arguments are further variables."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    # Ranks that an elastic job ends would print warnings of torch's C++ part.
+    fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    return {**os.environ, **fixed, **variables}
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kills a process and all that it started, including ranks in sessions of their own."""
+    import psutil  # not at the top: the check of a GPU starts on machines that lack it
+
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    if process.poll() is None:
+        process.kill()
+        process.wait(10)
+    for member in family:
+        if member.is_running():
+            member.kill()
+    psutil.wait_procs(family, timeout=10)
 
 
 def run_ranks(
-    words: Sequence[str], ranks: int, limit_s: float, variables: Mapping[str, str] | None = None
+    command: Sequence[str], ranks: int, limit_s: float, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Runs a script as a job of ranks of this machine; none of them outlives the call.
+    """Runs a script as a job of ranks on this machine.
 
     Args:
-        words: Path of the script and its arguments.
+        command: Path of the script and its arguments.
         ranks: Number of ranks; a single one needs no launcher.
         limit_s: Seconds after which everything is killed.
         variables: Further variables of the environment.
@@ -32,12 +57,12 @@ def run_ranks(
     Raises:
         RuntimeError: A rank failed, or the time limit passed.
     """
-    command = [sys.executable]
+    launcher = [sys.executable]
     if ranks > 1:
-        command += ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
-        command += ["--nproc-per-node", str(ranks)]
+        launcher += ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
+        launcher += ["--nproc-per-node", str(ranks)]
     job = subprocess.Popen(
-        [*command, *words],
+        [*launcher, *command],
         env={**environment(), **(variables or {})},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -45,32 +70,38 @@ def run_ranks(
     try:
         status = job.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{words[0]}: its ranks took more than {limit_s:g} s") from None
+        raise RuntimeError(f"{command[0]}: its ranks took more than {limit_s:g} s") from None
     finally:
         kill_tree(job)
     if status:
-        raise RuntimeError(f"{words[0]}: its ranks ended with status {status}")
+        raise RuntimeError(f"{command[0]}: its ranks ended with status {status}")
 
 
 def train(
-    words: Sequence[str],
+    command: Sequence[str],
     folder: Path,
     ranks: int,
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Trains as :func:`run_ranks` does; returns the lines of the progress file in a folder."""
-    run_ranks([*words, "--progress-dir", str(folder)], ranks, limit_s, variables)
+    run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def run_module(module: str, *words: object, limit_s: float, **variables: str) -> Any:
-    """Runs a module as a program, with further environment; returns the JSON that it prints.
+def run_module(module: str, *arguments: object, limit_s: float, **variables: str) -> Any:
+    """Runs a module as a program; returns the JSON that it prints.
+
+    Args:
+        module: Name of the module.
+        arguments: Arguments of the program.
+        limit_s: Seconds after which it is killed.
+        variables: Further variables of the environment.
 
     Raises:
         RuntimeError: The program failed, or the time limit passed.
     """
-    command = [sys.executable, "-m", module, *map(str, words)]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     try:
         done = subprocess.run(
             command,
@@ -145,60 +176,3 @@ def _be_rank(module: str, rank: int, ranks: int, folder: str, arguments: Sequenc
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.destroy_process_group()
-
-
-class LoadingRank:
-    """A rank of a GPT that is built as the trainer builds it, and loads checkpoints.
-
-    Args:
-        arguments: Command line of the trainer.
-
-    Attributes:
-        config: Settings of the trainer.
-        chunks: Model chunks of this rank.
-    """
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        from megatron.adaptive import accelerator as device
-        from megatron.adaptive.config.arguments import parse
-        from megatron.adaptive.config.environment import Environment
-
-        environment = Environment.read()
-        self.config = parse(arguments, world_size=environment.world_size, last_wins=True)
-        accelerator = device.detect(environment.local_rank)
-        device.install()
-        device.quiet_libraries()
-
-        import torch
-
-        from megatron.adaptive.gpt.initialize import start_job
-        from megatron.adaptive.gpt.setup import build_run
-
-        torch.set_num_threads(1)
-        self._job = start_job(self.config, environment, accelerator)
-        self._run = build_run(self._job)
-        self.chunks = self._run.chunks
-
-    def load(self, iteration: int, **checkpoint: str) -> Any:
-        """Loads the checkpoint of an iteration; returns its progress.
-
-        Args:
-            iteration: Number of the iteration.
-            checkpoint: Settings of checkpoints that replace those of the command line.
-        """
-        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
-
-        settings = replace(self.config.checkpoint, ckpt_step=iteration, **checkpoint)
-        return Checkpoints(self._run, config=replace(self.config, checkpoint=settings)).load()
-
-    def close(self) -> None:
-        """Ends the job; collective."""
-        import torch.distributed as dist
-
-        from megatron.adaptive.gpt.initialize import end_job
-
-        self._run.tracing.close()
-        if self._run.wiring is not None:
-            self._run.wiring.close()
-        dist.barrier(group=self._job.control_group)
-        end_job()

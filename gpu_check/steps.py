@@ -1,12 +1,11 @@
-"""The parts of ``scripts/gpu_check.sh`` that need torch: steps of a GPT, its memory, facts.
+"""Parts of the check that need torch: steps of a GPT, its memory, and facts about the machine.
 
-    python benchmarks/gpu_steps.py --part PART --json FILE --limit SECONDS [--tiny]
+    python gpu_check/steps.py --part PART --json FILE --limit SECONDS [--tiny]
 
-Steps are those of a GPT of 345 million parameters in bf16. As in ``gpt_steps.py`` the competitors
-take turns on the same chunks within one job. NCCL refuses two ranks on one GPU, and gloo takes no
-message from a GPU: there megatron-core's own loop has its messages copied to the host and sent by
-gloo, which is what ``1f1b, gloo`` does too. Ranks that share a GPU take turns on it: they show what
-a pipeline costs, not what it gains.
+The GPT has 345 million parameters and is trained in bf16; the competitors take turns on the same
+chunks within one job. NCCL refuses two ranks on one GPU, and gloo sends no tensor of a GPU. There
+megatron-core's own loop copies its messages to the host and sends them by gloo, as ``1f1b, gloo``
+does too. Ranks that share a GPU take turns on it: they show what a pipeline costs, not its gain.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if str(Path(__file__).resolve().parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import ranks
-from benchmarks.gpt_steps import TWO_CHUNKS, Function, Job, Rank, difference_row
-from benchmarks.ranks import rank_main
-from benchmarks.report import Row, measured, missing
+from harness import gpt_ranks
+from harness.gpt_competitors import TWO_CHUNKS, CompetingRank, Function, Job, difference_row
+from harness.gpt_ranks import GPT, rank_main
+from harness.processes import run_module
+from harness.report import Row, measured, missing, ratios
 
 SHAPE = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
@@ -41,7 +41,7 @@ TINY_SHAPE = (
 )
 SIZES = {"": f"{SHAPE} --micro-batch-size 4 --global-batch-size 32"}
 SIZES["tiny "] = f"{TINY_SHAPE} --micro-batch-size 1 --global-batch-size 4"
-# Whether a gradient is finite is asked on the host, which waits for it; by megatron-core as well.
+# The check for finite gradients makes the host wait; megatron-core's does so too.
 BASE = "--bf16 --no-check-for-nan-in-loss-and-grad --transformer-impl"
 OWN = f"{BASE} local --pipeline-schedule"
 ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
@@ -66,62 +66,70 @@ JOBS = {
     for size, flags in SIZES.items()
     for name, job in PARTS.items()
 }
-ROUNDS, TINY_ROUNDS = 12, 2
+ROUNDS, TINY_ROUNDS = 6, 1
 LIMITS = {"loss": 1e-3, "gradient": 1e-2}
 """Largest relative differences: sums on a GPU have no fixed order, and bf16 has few digits."""
 MOST = 1.02
-"""Goal of a step over megatron-core's."""
+"""Most that a step may take over megatron-core's."""
 UNDERESTIMATE = 1.1
-"""Most that a rank may hold over its plan, which leaves a tenth free."""
+"""Most memory that a rank may hold over the planned; a plan leaves a tenth of the memory free."""
 SYNCHRONIZED = "called a synchronizing CUDA operation"
 """Text by which torch's sync debug mode reports an operation."""
 UNREPORTED = (
     "torch did not even report a synchronization that was made on purpose: its text is no longer "
     f"{SYNCHRONIZED!r}"
 )
-_PASS_S = 5.0
+_END_S = 5.0
+"""Seconds of a part's limit that are kept for writing its result."""
 
 
-class GpuRank(Rank):
-    """One rank; see :class:`~benchmarks.gpt_steps.Rank`."""
+class GpuRank(CompetingRank):
+    """One rank. Names of competitors may end in the way that tensors take to the other rank.
 
-    JOBS: ClassVar[Mapping[str, Job]] = JOBS
+    Args:
+        _: Folder for files, of which it writes none.
+        job: Name of the job in ``JOBS``.
+    """
+
+    def __init__(self, _: Path, job: str) -> None:
+        super().__init__(JOBS[job], GPT)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Takes turns.
+        """Runs the competitors in turns.
 
         Returns:
-            Besides ``times`` and ``differences``: of each competitor ``peak_bytes`` by rank, of
-            ours ``links``, how tensors went, and ``synchronizations``, the lines of code at which
-            its forwards and backwards made the host wait for the GPU, or why they are not known.
+            Besides ``times`` and ``differences``: ``peak_bytes`` of each competitor by rank;
+            ``links`` of each schedule of this project, which say how tensors travelled; and its
+            ``synchronizations``, the lines of code at which forwards and backwards made the host
+            wait for the GPU, or the reason why these are not known.
         """
         result = super().measure(rounds)
-        ours = [name for name in self._functions if name != "megatron"]
+        schedules = [name for name in self._functions if name != "megatron"]
         return {
             **result,
             "peak_bytes": {name: self._peak_bytes(name) for name in self._functions},
-            "synchronizations": {name: self._synchronizations(name) for name in ours},
+            "synchronizations": {name: self._synchronizations(name) for name in schedules},
             "links": {
                 name: {} if wiring.transport is None else wiring.transport.describe_links()
-                for name, wiring in zip(ours, self._wirings, strict=True)
+                for name, wiring in zip(schedules, self._wirings, strict=True)
             },
         }
 
-    def _function(self, name: str) -> Function:
+    def function_of(self, name: str) -> Function:
         if name == "megatron":
             if self._accelerator.is_cuda and self._accelerator.backend == "gloo":
                 _send_through_host()
-            return super()._function(name)
+            return super().function_of(name)
         schedule, _, way = name.partition(", ")
         ways = {"pinned": {"transport_gpu": "pinned"}, "gloo": {"transport": "gloo"}}
-        return self._fed(self._ours(schedule, **ways.get(way, {})))
+        return self.fed(self.engine_of(schedule, **ways.get(way, {})))
 
     def _peak_bytes(self, name: str) -> list[int]:
         import torch
 
         if self._accelerator.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        self._timed(name)
+        self.step_s(name)
         peaks: list[int] = self._job.gather(self._accelerator.peak_memory_bytes())
         return peaks
 
@@ -131,28 +139,28 @@ class GpuRank(Rank):
         if not self._accelerator.is_cuda:
             return "there is no GPU"
         microbatches = self.read()
-        self._prepare(name)
+        self.prepare(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self._functions[name](microbatches)
                 after_step = len(caught)
-                torch.ones(1, device=self._accelerator.device).item()  # waits
+                torch.ones(1, device=self._accelerator.device).item()  # waits for the GPU
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         if not synchronizing_lines(caught[after_step:]):
             return UNREPORTED
         lines = synchronizing_lines(caught[:after_step])
-        return sorted({line for found in self._job.gather(lines) for line in found})
+        return sorted({line for of_rank in self._job.gather(lines) for line in of_rank})
 
 
 def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
     """Returns the lines of code at which torch says that the host waited for the GPU.
 
     Args:
-        caught: Warnings given while ``torch.cuda.set_sync_debug_mode`` was ``warn``; torch's remark
-            about that mode itself is one of them.
+        caught: Warnings while ``torch.cuda.set_sync_debug_mode`` was ``warn``; torch's remark about
+            that mode is among them.
     """
     return {
         "/".join([*Path(warning.filename).parts[-3:], str(warning.lineno)])
@@ -189,67 +197,72 @@ def _send_through_host() -> None:
 
 
 def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Runs the ranks of a job.
+    """Runs the ranks of a part; returns rows of the table, and all that was measured.
 
     Args:
-        part: one of ``PARTS``.
-        tiny: a small model and few rounds.
-        limit_s: everything is killed after it.
-
-    Returns:
-        Rows of the table, and everything that was measured.
+        part: Name of the part in ``PARTS``.
+        tiny: Whether the model is small and the rounds are few.
+        limit_s: Seconds after which everything is killed.
 
     Raises:
-        RuntimeError: a rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the time limit passed.
     """
     job = ("tiny " if tiny else "") + part
     rounds = TINY_ROUNDS if tiny else ROUNDS
-    found = ranks.measure(__file__, JOBS[job].ranks, rounds, job, limit_s=limit_s)
-    return step_rows(part, found, tiny=tiny), found
+    result = gpt_ranks.measure(__file__, JOBS[job].ranks, rounds, job, limit_s=limit_s)
+    return step_rows(part, result, tiny=tiny), result
 
 
-def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
-    """Turns what :meth:`GpuRank.measure` returned into rows; without goals for a small model."""
-    rows = []
-    part = TITLES[part]
-    rounds: dict[str, list[float | None]] = found["times"]
-    for name, times in rounds.items():
-        note = ""
-        for link in list(found["links"].get(name, {}).values())[:1]:
-            note = link.get("gpu_path", link["kind"])
-            if link.get("gpu_reason"):
-                note += f": {link['gpu_reason']}"
-        taken_ms = [1e3 * one for one in times if one is not None]
-        rows.append(measured(f"{part}: step, {name}", taken_ms, unit="ms", note=note))
-    for name, times in rounds.items():
-        if name == "megatron" or "megatron" not in rounds:
+def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
+    """Returns the rows of a result of :meth:`GpuRank.measure`; a small model has few goals."""
+    title = TITLES[part]
+    times: dict[str, list[float]] = result["times"]
+    rows = [
+        measured(
+            f"{title}: step, {name}",
+            [1e3 * seconds for seconds in series],
+            unit="ms",
+            note=_link_note(result["links"].get(name, {})),
+        )
+        for name, series in times.items()
+    ]
+    for name, series in times.items():
+        if name == "megatron" or "megatron" not in times:
             continue
-        pairs = [pair for pair in zip(times, rounds["megatron"], strict=True) if None not in pair]
         goal = None if tiny or name.endswith("gloo") else MOST
-        quotients = [ours / theirs for ours, theirs in pairs]
-        rows.append(measured(f"{part}: step, {name} over megatron-core", quotients, goal=goal))
-    for what, limit in LIMITS.items():
-        values = {name: difference[what] for name, difference in found["differences"].items()}
-        note = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
-        rows.append(difference_row(part, what, values.values(), limit, note))
-    for name, places in found["synchronizations"].items():
-        what = f"{part}: synchronizations in forwards and backwards, {name}"
-        if isinstance(places, str):
-            rows.append(missing(what, places))
+        row_title = f"{title}: step, {name} over megatron-core"
+        rows.append(measured(row_title, ratios(series, times["megatron"]), goal=goal))
+    for quantity, limit in LIMITS.items():
+        values = {name: difference[quantity] for name, difference in result["differences"].items()}
+        worst = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        rows.append(difference_row(title, quantity, values.values(), limit, worst))
+    for name, lines in result["synchronizations"].items():
+        row_title = f"{title}: synchronizations in forwards and backwards, {name}"
+        if isinstance(lines, str):
+            rows.append(missing(row_title, lines))
         else:
-            # Through the host's pageable memory nothing else is possible.
+            # Copies to the host's pageable memory always wait.
             goal = None if name.endswith("gloo") else 0
-            rows.append(Row(what=what, value=len(places), goal=goal, note=" ".join(places)))
+            rows.append(Row(what=row_title, value=len(lines), goal=goal, note=" ".join(lines)))
     return rows
 
 
+def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
+    """Returns how tensors travelled over the first of a rank's links."""
+    for link in links.values():
+        way = link.get("gpu_path", link["kind"])
+        reason = link.get("gpu_reason")
+        return f"{way}: {reason}" if reason else way
+    return ""
+
+
 def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Compares what ranks held with what ``plan`` predicts for them.
+    """Compares the memory of the ranks of ``pp1`` and ``pp2`` with the prediction of ``plan``.
 
     Args:
-        folder: of the files of the parts before.
-        tiny: they ran a small model.
-        limit_s: Time limit of each of the two predictions.
+        folder: Folder with the results of these parts.
+        tiny: Whether they ran the small model.
+        limit_s: Limit of each of the two predictions, in seconds.
     """
     import torch
 
@@ -264,11 +277,11 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
         held = json.loads(path.read_text(encoding="utf-8"))["facts"]["peak_bytes"]["1f1b"]
         planned = _planned(stages, name, tiny=tiny, limit_s=limit_s)
         facts[part] = {"held_bytes": held, "planned_bytes": planned}
-        for stage, (its, predicted) in enumerate(zip(held, planned, strict=True)):
-            note = f"{its / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
-            what = f"{title}: memory of stage {stage} over the plan's"
+        for stage, (nbytes, predicted) in enumerate(zip(held, planned, strict=True)):
+            note = f"{nbytes / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
+            row_title = f"{title}: memory of stage {stage} over the plan's"
             goal = None if tiny else UNDERESTIMATE
-            rows.append(Row(what=what, value=its / predicted, goal=goal, note=note))
+            rows.append(Row(what=row_title, value=nbytes / predicted, goal=goal, note=note))
     return rows, facts
 
 
@@ -280,26 +293,24 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
         f"format: 1\nnodes:\n- {{type: node, gpu: {gpu}, count: 1, gpus_per_node: {stages},"
         " link: {bandwidth: 100 GB/s, latency: 10 us}}\n"
     )
-    words = ["plan", "--model", shape, "--json"]
-    words += f"--global-batch-size {batch} --micro-batch-sizes {size} --tp 1 --dp 1".split()
-    words += f"--pp {stages} --schedules 1f1b --recompute none --precision bf16".split()
-    words += "--distributed-optimizer off --attention kernel --partition".split()
+    arguments = ["plan", "--model", shape, "--json"]
+    arguments += f"--global-batch-size {batch} --micro-batch-sizes {size} --tp 1 --dp 1".split()
+    arguments += f"--pp {stages} --schedules 1f1b --recompute none --precision bf16".split()
+    arguments += "--distributed-optimizer off --attention kernel --partition".split()
     layers = int(shape.split()[1]) // stages
-    words.append("-".join([str(layers)] * stages))
+    arguments.append("-".join([str(layers)] * stages))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
-        words += ["--cluster", str(path)]
-        # One plan is simulated in less time than numba takes to compile the simulator.
-        found = ranks.run_module(
-            "megatron.adaptive", *words, limit_s=limit_s, NUMBA_DISABLE_JIT="1"
-        )
-    planned: list[float] = found[0]["prediction"]["memory_bytes"]
+        arguments += ["--cluster", str(path)]
+        # Compiling the simulator would take longer than simulating one plan without it.
+        plans = run_module("megatron.adaptive", *arguments, limit_s=limit_s, NUMBA_DISABLE_JIT="1")
+    planned: list[float] = plans[0]["prediction"]["memory_bytes"]
     return planned
 
 
 def device() -> tuple[list[Row], dict[str, Any]]:
-    """Returns what the GPU and the packages are, and two speeds that times depend on."""
+    """Returns two speeds of the GPU that step times depend on, and facts about it and packages."""
     import torch
 
     from megatron.adaptive import extension
@@ -322,17 +333,21 @@ def device() -> tuple[list[Row], dict[str, Any]]:
     }
     if not facts["gpus"]:
         return [missing("a GPU", "torch finds no CUDA device")], facts
-    its = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     facts |= {
-        "gpu": its.name,
-        "memory_bytes": its.total_memory,
-        "capability": f"{its.major}.{its.minor}",
+        "gpu": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         "cuDNN": torch.backends.cudnn.version(),
     }
-    one = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    programs: dict[str, Callable[[], Any]] = {
+        "product": lambda: matrix @ matrix,
+        "copy": lambda: matrix.clone(),
+    }
     times = {}
-    for what, work in {"product": lambda: one @ one, "copy": one.clone}.items():
+    for name, work in programs.items():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         spent = []
         for _ in range(20):
@@ -341,32 +356,38 @@ def device() -> tuple[list[Row], dict[str, Any]]:
             end.record()
             end.synchronize()
             spent.append(begin.elapsed_time(end) / 1e3)
-        times[what] = statistics.median(spent[5:])
+        times[name] = statistics.median(spent[5:])
     rows = [
         Row(what="product in bf16", value=2 * 4096**3 / times["product"] / 1e12, unit="TFLOP/s"),
-        Row(what="copy of 32 MiB", value=2 * one.nbytes / times["copy"] / 1e9, unit="GB/s"),
+        Row(what="copy of 32 MiB", value=2 * matrix.nbytes / times["copy"] / 1e9, unit="GB/s"),
     ]
     return rows, facts
 
 
 def main() -> int:
-    """Runs one part; its result goes to a file."""
+    """Runs one part and writes its result to a file; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("device", "memory", *PARTS), required=True)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS")
-    parser.add_argument("--tiny", action="store_true", help="a small model, and no goals")
-    given = parser.parse_args()
-    if given.part == "device":
+    parser.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="file of the result"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="time limit (%(default)g)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="run a small model, without goals for its times"
+    )
+    options = parser.parse_args()
+    if options.part == "device":
         rows, facts = device()
-    elif given.part == "memory":
+    elif options.part == "memory":
         rows, facts = memory(
-            given.json.parent, tiny=given.tiny, limit_s=(given.limit - _PASS_S) / 2
+            options.json.parent, tiny=options.tiny, limit_s=(options.limit - _END_S) / 2
         )
     else:
-        rows, facts = steps(given.part, tiny=given.tiny, limit_s=given.limit - _PASS_S)
+        rows, facts = steps(options.part, tiny=options.tiny, limit_s=options.limit - _END_S)
     result = {"rows": [row.as_dict() for row in rows], "facts": facts}
-    given.json.write_text(json.dumps(result, default=str), encoding="utf-8")
+    options.json.write_text(json.dumps(result, default=str), encoding="utf-8")
     return 0
 
 

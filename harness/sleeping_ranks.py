@@ -34,17 +34,21 @@ _PR_SET_TIMERSLACK = 29
 _FORWARD, _BACKWARD, _WEIGHT = range(3)
 
 
-def sharpen_timers() -> None:
+def sharpen_timers() -> bool:
     """Lets sleeps of this thread end within microseconds of their time.
 
-    Where the system allows it, ranks run before all other programs: a rank that wakes up would
+    If the system allows it, ranks run before all other programs: a rank that wakes up would
     otherwise wait milliseconds for another program's slice to end.
+
+    Returns:
+        Whether ranks run before other programs.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except OSError:
-        return
+        return False
+    return True
 
 
 class Sleeper:
@@ -60,6 +64,7 @@ class Sleeper:
             wake_s = moment_s - self._late_s
             time.sleep(left_s - self._late_s)
             late_s = time.monotonic() - wake_s
+            # Follows the usual delay, not that of a sleep after which the core was busy.
             self._late_s += 5e-6 if late_s > self._late_s else -1e-6
         while time.monotonic() < moment_s:
             pass

@@ -1,4 +1,4 @@
-"""Rows of benchmarks with their goals, and what all of their programs do around the measuring."""
+"""Tables of measured values with their goals, and the command line of programs that measure."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the processors in use by others from which on the numbers are not to be trusted."""
+"""Share of the processors that other programs may use before times are not to be trusted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table.
+    """One line of a table.
 
     Attributes:
-        what: what was measured.
-        value: the median, ``None`` where it was not measured.
-        unit: of the value; empty for a ratio.
-        goal: what the value has to be, ``None`` where it is only reported.
-        least: whether the goal is a lower limit, else an upper one.
-        samples: all repetitions.
-        note: what else a reader should know; why there is no value.
-        optional: a missing value is no failure (a peer that is not installed).
+        what: Name of the measured value.
+        value: Median of the samples; ``None`` if there is no measurement.
+        unit: Unit of the value; empty for counts and ratios.
+        goal: Limit of the value; ``None`` if the value is only reported.
+        least: Whether the goal is a lower limit, otherwise it is an upper one.
+        samples: Values of all repetitions.
+        note: Further facts for the reader, or the reason if there is no value.
+        optional: Whether a missing value is no failure, as for a library that is not installed.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; ``None`` where there is none, or nothing to compare."""
+        """Whether the value meets its goal; ``None`` if there is nothing to compare."""
         if self.goal is None or (self.value is None and self.optional):
             return None
         if self.value is None:
@@ -70,88 +70,89 @@ class Row:
         return f"| {self.what} | {value} | {goal} | {state} | {self.note} |"
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the row as a JSON file holds it."""
         return {**vars(self), "samples": list(self.samples), "met": self.met}
 
 
 @dataclass
 class Result:
-    """Holds what a part of a benchmark hands back.
+    """Holds what one part of a program measured.
 
     Attributes:
-        rows: of the table.
-        points: of a chart.
-        facts: further figures by name, for the JSON file.
+        rows: Rows of the table.
+        facts: Further figures by name, for the JSON file.
     """
 
     rows: list[Row] = field(default_factory=list)
-    points: list[Any] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Adds the rows of another part."""
+        """Appends the rows and figures of another part."""
         self.rows += other.rows
-        self.points += other.points
         self.facts.update(other.facts)
 
 
-def measured(what: str, samples: Sequence[float], **others: Any) -> Row:
-    """The row of the median of ``samples``; other arguments are :class:`Row`'s."""
+def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
+    """Returns a row with the median of samples; fields are those of :class:`Row`."""
     value = statistics.median(samples) if samples else None
-    return Row(what=what, value=value, samples=tuple(samples), **others)
+    return Row(what=what, value=value, samples=tuple(samples), **fields)
 
 
-def missing(what: str, reason: str, **others: Any) -> Row:
-    """A row without a value, which is no failure."""
-    return Row(what=what, value=None, note=reason, optional=True, **others)
+def missing(what: str, reason: str, **fields: Any) -> Row:
+    """Returns a row that has no value and is no failure; fields are those of :class:`Row`."""
+    return Row(what=what, value=None, note=reason, optional=True, **fields)
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Quotients of two series, repetition by repetition."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Returns the ratios of two series, repetition by repetition."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The lower and upper quartile."""
+    """Returns the lower and the upper quartile."""
     ordered = sorted(samples)
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """The table."""
+    """Returns rows as a table in Markdown."""
     head = ["| what | median (quartiles) | goal | | note |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(row.line for row in rows)]) + "\n"
 
 
 def one_line(error: object) -> str:
-    """A text for the note of a row."""
+    """Returns a text in one line that fits into the note of a row."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
 def parser_of(
-    doc: str | None, parts: Sequence[str], quick: str = "within ten minutes"
+    doc: str | None, parts: Sequence[str], quick: str = "run a short form of each part"
 ) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has.
+    """Returns a parser with the options that all programs share.
 
     Args:
-        doc: docstring of the program; its first line describes it.
-        parts: names of what can be measured by itself.
-        quick: what ``--quick`` does.
+        doc: Docstring of the program, whose first line describes it.
+        parts: Names of the parts that can run alone.
+        quick: Help text of ``--quick``.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, help="also write everything measured here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
     text = "append the table to this page, with date, machine, command and commit"
     parser.add_argument("--results", type=Path, metavar="FILE.md", help=text)
     if parts:
         parser.add_argument(
-            "--part", nargs="+", action="extend", choices=tuple(parts), help="all by default"
+            "--part",
+            nargs="+",
+            action="extend",
+            choices=tuple(parts),
+            help="run only these parts (default: all)",
         )
     return parser
 
 
 def describe_machine() -> dict[str, Any]:
-    """Prints what the figures depend on, and warns if others use the processors."""
+    """Prints and returns the facts that figures depend on; warns if the machine is not idle."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -171,14 +172,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 1.0) -> float:
-    """Share of the processors that is in use while this process sleeps, 0 to 1."""
-    import psutil  # a machine without the packages is named first
+    """Returns the share of the processors in use while this process sleeps, 0 to 1."""
+    import psutil  # not at the top: the check of a GPU starts on machines that lack it
 
     return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs a part; one that fails is a goal missed, with its error as the note."""
+    """Runs a part; if it raises, returns a row that misses its goal and has the error as note."""
     try:
         return part()
     except Exception as error:
@@ -190,39 +191,39 @@ def attempt(name: str, part: Callable[[], Result]) -> Result:
 def measure(
     parts: Mapping[str, Callable[[], Result]],
     options: argparse.Namespace,
-    then: Callable[[Result], None] = lambda total: None,
+    finish: Callable[[Result], None] = lambda total: None,
     **facts: Any,
 ) -> int:
-    """Runs the parts that a command line asks for, all where it names none, one after the other.
+    """Runs the parts that a command line names, or all of them, one after the other.
 
-    Prints the table of each as soon as it is there, and writes the JSON file anew: a later part may
-    never end. Names the goals that were missed.
+    Prints the table of each part when it ends and the missed goals at the end. The JSON file is
+    written after every part, because a later one may never end.
 
     Args:
-        parts: by name; see :func:`attempt`.
-        options: what a parser of :func:`parser_of` has read.
-        then: called at the end with all that was measured, to add to it.
-        facts: for the JSON file.
+        parts: Functions that run a part, by its name.
+        options: Command line as parsed by :func:`parser_of`.
+        finish: Function that may add rows after the last part.
+        facts: Further figures for the JSON file.
 
     Returns:
-        Exit status: 1 where a goal is missed.
+        Exit status: 1 if a goal is missed, otherwise 0.
     """
     total = Result(facts={**describe_machine(), **facts})
     for name, part in parts.items():
         if options.part and name not in options.part:
             continue
         busy, start_s = others_busy(), time.perf_counter()
-        found = attempt(name, part)
-        took_s = time.perf_counter() - start_s
-        total.add(found)
+        result = attempt(name, part)
+        elapsed_s = time.perf_counter() - start_s
+        total.add(result)
         if busy > BUSY:
             total.facts[f"{name}, busy with other programs"] = round(busy, 3)
-            print(f"as {name} began, other programs used {busy:.0%} of the processors\n")
-        total.facts[f"{name}, seconds"] = round(took_s, 1)
-        print(f"### {name}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
-        _write(total, options.json)
-    then(total)
-    _write(total, options.json)
+            print(f"when {name} began, other programs used {busy:.0%} of the processors\n")
+        total.facts[f"{name}, seconds"] = round(elapsed_s, 1)
+        print(f"### {name}, {elapsed_s:.0f} s\n\n{markdown(result.rows)}", flush=True)
+        _write_json(total, options.json)
+    finish(total)
+    _write_json(total, options.json)
     if options.results is not None:
         append_results(options.results, total, sys.argv)
     missed = [row.what for row in total.rows if row.met is False]
@@ -230,36 +231,38 @@ def measure(
     return 1 if missed else 0
 
 
-def append_results(page: Path, total: Result, words: Sequence[str]) -> None:
+def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
     """Appends the table of a run to a page of results, which is created if it is missing.
 
     Args:
-        page: Path of the page, as ``docs/results/2026-11-cpu-2-cores.md``.
+        page: Path of the page, such as ``docs/results/2026-11-cpu-2-cores.md``.
         total: Rows of all parts, and the facts about the machine.
-        words: Command line of the run, from the path of the program on.
+        command: Command line of the run: the path of the program and its arguments.
     """
     date = datetime.date.today().isoformat()
-    program = Path(words[0]).resolve()
+    program = Path(command[0]).resolve()
     name = program.relative_to(ROOT) if program.is_relative_to(ROOT) else Path(program.name)
-    command = shlex.join(["python", str(name), *words[1:]])
+    line = shlex.join(["python", str(name), *command[1:]])
     machine = ", ".join(f"{fact}: {value}" for fact, value in total.facts.items())
     title = "" if page.exists() else f"# {page.stem}\n"
-    text = (
-        f"\n## {name.stem}, {date}\n\nCommand: `{command}`. Commit: {commit_of()}. {machine}.\n\n"
-    )
+    text = f"\n## {name.stem}, {date}\n\nCommand: `{line}`. Commit: {commit_of()}. {machine}.\n\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     with page.open("a", encoding="utf-8") as file:
         file.write(title + text + markdown(total.rows))
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit of a checkout, and whether its files differ; "unknown" outside of one."""
+    """Returns the commit of a checkout and whether its files differ from it.
+
+    Outside a checkout it returns "unknown".
+    """
+    git = ["git", "-C", str(folder)]
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+                [*git, *arguments], capture_output=True, text=True, check=True
             ).stdout.strip()
-            for words in (
+            for arguments in (
                 ("rev-parse", "--short", "HEAD"),
                 ("status", "--porcelain", "--untracked-files=no"),
             )
@@ -269,7 +272,7 @@ def commit_of(folder: Path = ROOT) -> str:
     return f"{commit} with changes" if changes else commit
 
 
-def _write(total: Result, path: Path | None) -> None:
+def _write_json(total: Result, path: Path | None) -> None:
     if path is not None:
         result = {**total.facts, "rows": [row.as_dict() for row in total.rows]}
         path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,64 @@
+"""Command line of the check; see ``scripts/gpu_check.sh``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_check.check import Check
+from gpu_check.machine import card_and_driver, default_output, nvidia_smi
+from gpu_check.parts import ALWAYS, chosen_parts, parts, set_up_part
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the GPU of this machine; returns the exit status."""
+    names = [part.name for part in parts(rehearse=False)]
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check.sh", description="Run everything that needs a GPU, within a time."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="time for all parts together (%(default)g)"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"run only these, after the set-up and {' and '.join(ALWAYS)}: {', '.join(names)}",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of gpu_check.md and gpu_check.json; by default one in results/ with date, "
+        "card and driver",
+    )
+    parser.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FOLDER",
+        help="use no network but this folder, which scripts/gpu_pack.sh made",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run without a GPU, with small models"
+    )
+    options = parser.parse_args(arguments)
+    if not 0.5 <= options.minutes <= 24 * 60:
+        parser.error(f"--minutes {options.minutes:g}: give at least 0.5")
+    if options.pack is not None and not (options.pack / "wheels").is_dir():
+        parser.error(
+            f"--pack {options.pack}: it has no folder wheels; make it by scripts/gpu_pack.sh"
+        )
+    facts = card_and_driver(nvidia_smi())
+    output = options.output or default_output(facts, rehearse=options.rehearse)
+    pack = None if options.pack is None else options.pack.resolve()
+    check = Check(output, options.minutes, rehearse=options.rehearse, pack=pack)
+    status = check.run(set_up_part(pack), chosen_parts(options.parts, rehearse=options.rehearse))
+    print(output / "gpu_check.md")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""Runs the parts of the check within a time, and keeps a page and a JSON file up to date.
+
+Each part is a process with a limit. A part that hangs is stopped at its limit, one that fails is
+recorded, and the others run. Page and JSON are written after each part, so that they remain if the
+whole check is stopped::
+
+    time   |<------------------------- minutes ------------------------->|
+    parts  | set-up | device | ipc | equivalence |  ... planned for the rest  |
+                               limit = twice the planned seconds, if the rest keeps its own
+
+Exit status: 0, 1 if a part failed or missed a goal, 2 without a GPU or without a torch that finds
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_check.limited_run import adopt_orphans, run_limited
+from gpu_check.machine import card_and_driver, commit, nvidia_smi
+from gpu_check.parts import Part
+from harness.report import ROOT, Row, markdown, one_line
+
+_PAGE_S = 5.0
+"""Seconds that are left for writing the page."""
+_LAST_LINES = 25
+_SHARED_GPU = (
+    "One GPU: ranks of `pp2`, `v`, `equivalence` and `training` took turns on it. Their times are "
+    "sums of time slices: they show what a pipeline costs, not what it gains."
+)
+_MOST = 2.0
+"""Limit of a part, in planned seconds."""
+_TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|RERUN)\b", re.MULTILINE)
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+.*?)(?: - (.*))?$", re.MULTILINE)
+_SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
+
+
+@dataclass
+class Outcome:
+    """Holds the result of a part.
+
+    Attributes:
+        name: Name of the part.
+        state: ``ok``, ``failed``, ``missed`` (a goal), ``cut`` or ``left out``.
+        reason: Reason in one line, unless the state is ``ok``.
+        took_s: Seconds that the part took.
+        limit_s: Limit in seconds.
+        rows: Rows of the table.
+        facts: Further results by name.
+        tail: Last lines that the part printed, unless the state is ``ok``.
+    """
+
+    name: str
+    state: str = "ok"
+    reason: str = ""
+    took_s: float = 0.0
+    limit_s: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    tail: str = ""
+
+
+class Check:
+    """Runs parts within a time and keeps the page up to date.
+
+    Args:
+        output: Folder of page and JSON; made if it is missing.
+        minutes: Time for all parts together.
+        rehearse: Whether to run without a GPU.
+        pack: Folder that ``scripts/gpu_pack.sh`` made, if any.
+
+    Attributes:
+        facts: Facts about machine and sources, by name.
+        outcomes: Results of the parts so far.
+    """
+
+    def __init__(
+        self, output: Path, minutes: float, *, rehearse: bool, pack: Path | None = None
+    ) -> None:
+        self._output = output
+        self._end_s = time.monotonic() + 60 * minutes - _PAGE_S
+        # More time than planned means a slower machine.
+        self._most = _MOST * max(1.0, minutes / 10)
+        self._rehearse = rehearse
+        self._begin = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._python = sys.executable
+        self.facts: dict[str, Any] = {"minutes": minutes, "rehearsal": rehearse}
+        self.facts |= {"date": self._begin, "commit": commit(pack)}
+        self.outcomes: list[Outcome] = []
+        output.mkdir(parents=True, exist_ok=True)
+
+    def run(self, set_up: Part | None, later: Sequence[Part]) -> int:
+        """Runs all parts; returns the exit status.
+
+        Args:
+            set_up: Part that installs what the others need.
+            later: Parts after it, the most valuable first.
+        """
+        # The processes that a part leaves behind are killed as children of this one.
+        adopt_orphans()
+        self.facts["nvidia-smi"] = nvidia_smi()
+        self.facts |= card_and_driver(self.facts["nvidia-smi"])
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            if set_up is not None:
+                self._add(self._run(set_up, Path(folder), later))
+            available = self._available()
+            for number, part in enumerate(later):
+                self._add(self._outcome(part, Path(folder), later[number + 1 :], available))
+                if part.name == "device":
+                    self._note_device(self.outcomes[-1], available)
+        return self._status(available)
+
+    def _available(self) -> set[str]:
+        """Returns the packages that the Python that was set up can import."""
+        names = "torch", "pytest", "transformer_engine"
+        code = f"import importlib.util as u; print(*[n for n in {names} if u.find_spec(n)])"
+        done = subprocess.run([self._python, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        return set(done.stdout.split())
+
+    def _note_device(self, outcome: Outcome, available: set[str]) -> None:
+        """Takes the facts that the part ``device`` measured."""
+        gpus = outcome.facts.get("gpus", 0)
+        available |= {"gpus"} if gpus else set()
+        available |= {"two GPUs"} if gpus > 1 else set()
+        self.facts.update(outcome.facts)
+
+    def _outcome(
+        self, part: Part, folder: Path, later: Sequence[Part], available: set[str]
+    ) -> Outcome:
+        reasons = [reason for need, reason in part.needs if need not in available]
+        if reasons:
+            return Outcome(part.name, "left out", reasons[0])
+        if self._end_s - time.monotonic() < part.planned_s / 2:
+            return Outcome(part.name, "left out", "no time was left")
+        possible = [other for other in later if all(need in available for need, _ in other.needs)]
+        return self._run(part, folder, possible)
+
+    def _run(self, part: Part, folder: Path, later: Sequence[Part]) -> Outcome:
+        limit_s = self._limit_s(part, later)
+        result, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
+        values = {"{python}": self._python, "{json}": str(result), "{limit}": f"{limit_s:.0f}"}
+        print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+        begin_s = time.monotonic()
+        with log.open("w") as output:
+            status = run_limited(
+                [values.get(word, word) for word in part.command],
+                output,
+                limit_s,
+                {"GPU_CHECK_REHEARSAL": "1"} if self._rehearse else {},
+            )
+        outcome = Outcome(part.name, took_s=time.monotonic() - begin_s, limit_s=limit_s)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if result.exists():
+            content = json.loads(result.read_text(encoding="utf-8"))
+            names = Row.__dataclass_fields__
+            outcome.rows = [
+                Row(**{name: row[name] for name in names if name in row}) for row in content["rows"]
+            ]
+            outcome.facts = content["facts"]
+        if part.tests:
+            read_tests(text, outcome)
+        _judge(outcome, status, text)
+        if part.name == "set-up":
+            self._take_python(text, outcome)
+        return outcome
+
+    def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
+        """Returns the seconds that a part may take, without the planned ones of later parts."""
+        spare_s = self._end_s - time.monotonic()
+        for other in later:
+            if spare_s - other.planned_s >= part.planned_s:
+                spare_s -= other.planned_s
+        return max(1.0, min(self._most * part.planned_s, spare_s))
+
+    def _take_python(self, text: str, outcome: Outcome) -> None:
+        """Takes the Python that the set-up prints in its last line, and the missing packages."""
+        lines = text.splitlines()
+        last = lines[-1].strip() if lines else ""
+        if outcome.state == "ok" and Path(last).exists():
+            self._python = last
+        self.facts["python executable"] = self._python
+        self.facts["not installed"] = [
+            line.partition(": ")[2] for line in lines if line.startswith("not installed: ")
+        ]
+        if self.facts["not installed"]:
+            outcome.tail = "\n".join(lines[-_LAST_LINES:])
+
+    def _add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        reason = f" ({outcome.reason})" if outcome.reason else ""
+        print(f"{outcome.name}: {outcome.state}, {outcome.took_s:.0f} s{reason}", flush=True)
+        self.write()
+
+    def _status(self, available: set[str]) -> int:
+        problem = None
+        if "torch" not in available:
+            missing = ", ".join(self.facts.get("not installed", ()))
+            problem = f"{self._python} has no torch{missing and f'; not installed: {missing}'}"
+        elif "gpus" not in available and not self._rehearse:
+            problem = f"torch of {self._python} finds no GPU; --rehearse runs without one"
+        if problem is not None:
+            print(f"error: {problem}", file=sys.stderr)
+            return 2
+        bad = [
+            outcome.name
+            for outcome in self.outcomes
+            if outcome.state in ("failed", "missed", "cut")
+        ]
+        print(f"not ok: {', '.join(bad)}" if bad else "all parts that ran are ok")
+        return int(bool(bad))
+
+    def write(self) -> None:
+        """Writes page and JSON."""
+        result = {
+            "begin": self._begin,
+            **self.facts,
+            "parts": [
+                {**asdict(outcome), "rows": [row.as_dict() for row in outcome.rows]}
+                for outcome in self.outcomes
+            ],
+        }
+        text = json.dumps(result, indent=1, default=str) + "\n"
+        (self._output / "gpu_check.json").write_text(text, encoding="utf-8")
+        (self._output / "gpu_check.md").write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        lines = [f"# GPU check, {self._begin}", ""]
+        if self._rehearse:
+            lines += ["A rehearsal without a GPU: its times mean nothing.", ""]
+        if self.facts.get("gpus") == 1:
+            lines += [_SHARED_GPU, ""]
+        lines += ["| part | | seconds | limit | |", "|---|---|---|---|---|"]
+        for outcome in self.outcomes:
+            times = f"{outcome.took_s:.0f} | {outcome.limit_s:.0f}" if outcome.limit_s else " | "
+            reason = one_line(outcome.reason)
+            lines.append(f"| {outcome.name} | {outcome.state} | {times} | {reason} |")
+        lines += ["", "## Machine and versions", "", "| | |", "|---|---|"]
+        lines += [f"| {name} | {one_line(value)} |" for name, value in self.facts.items()]
+        for outcome in self.outcomes:
+            if outcome.rows:
+                lines += ["", f"## {outcome.name}", "", markdown(outcome.rows).rstrip()]
+        for outcome in self.outcomes:
+            if outcome.tail:
+                title = f"## {outcome.name}: {outcome.state}"
+                lines += ["", title, "", "```", outcome.tail, "```"]
+        return "\n".join(lines) + "\n"
+
+
+def _judge(outcome: Outcome, status: int | None, text: str) -> None:
+    """Sets the state of a part that has run.
+
+    Args:
+        outcome: Result of the part so far.
+        status: Exit status of the part, ``None`` if it was stopped.
+        text: Text that the part printed.
+    """
+    missed = [row.what for row in outcome.rows if row.met is False]
+    if status is None:
+        outcome.state, outcome.reason = "cut", f"it took more than {outcome.limit_s:.0f} s"
+    elif status:
+        outcome.state = "failed"
+        reason = outcome.reason or next(iter(text.strip().splitlines()[-1:]), "")
+        outcome.reason = one_line(f"status {status}: {reason}")
+    elif missed:
+        outcome.state, outcome.reason = "missed", "; ".join(missed)
+    elif not outcome.reason:
+        return
+    else:
+        outcome.state = "left out"
+    if outcome.state != "left out":
+        outcome.tail = "\n".join(text.strip().splitlines()[-_LAST_LINES:])
+
+
+def read_tests(text: str, outcome: Outcome) -> None:
+    """Adds the results of tests to an outcome, even if pytest was stopped.
+
+    Args:
+        text: Text that pytest printed.
+        outcome: Result of the part; its facts, rows and reason are set.
+    """
+    counts: dict[str, int] = {}
+    for _, state in _TEST.findall(text):
+        counts[state.lower()] = counts.get(state.lower(), 0) + 1
+    outcome.facts = {
+        "tests": counts,
+        "failures": [[name, reason] for name, reason in _FAILURE.findall(text)],
+        "skips": [[int(count), reason] for count, reason in _SKIP.findall(text)],
+    }
+    outcome.rows = [
+        Row(what=f"{outcome.name}, {state}", value=count) for state, count in counts.items()
+    ]
+    if failures := outcome.facts["failures"]:
+        outcome.reason = "; ".join(f"{name}: {reason}" for name, reason in failures)
+    elif set(counts) == {"skipped"}:
+        outcome.reason = "; ".join(dict.fromkeys(reason for _, reason in outcome.facts["skips"]))

@@ -1,0 +1,102 @@
+"""Runs a program within a time limit, and leaves no process of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.report import ROOT
+
+_SET_SUBREAPER = 36
+_GRACE_S = 3.0
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of all processes below it whose parents end."""
+    ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1)
+
+
+def run_limited(
+    command: Sequence[str], output: Any, limit_s: float, variables: Mapping[str, str]
+) -> int | None:
+    """Runs a program; no process that it started outlives it.
+
+    The program is asked to stop a little before its limit, so that all has ended at the limit.
+
+    Args:
+        command: Command line of the program.
+        output: Open file that takes what the program prints.
+        limit_s: Seconds that the program may take.
+        variables: Further variables of its environment.
+
+    Returns:
+        Exit status of the program, ``None`` if it was stopped.
+    """
+    folders = [str(ROOT), str(ROOT / "build/gpu-check-site"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    fixed = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    end_s = time.monotonic() + limit_s
+    try:
+        program = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **fixed, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        output.write(f"{command[0]}: {error.strerror}\n")
+        return 127
+    status: int | None = None
+    try:
+        status = program.wait(max(0.1, min(limit_s - _GRACE_S, limit_s * 0.9)))
+    except subprocess.TimeoutExpired:
+        program.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(max(0.1, end_s - time.monotonic()))
+    finally:
+        _kill_children()
+        program.poll()
+    return status
+
+
+def _kill_children() -> None:
+    """Kills all processes below this one, including those whose parents have ended."""
+    end_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < end_s:
+        below = _descendants()
+        if not below:
+            return
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+
+
+def _descendants() -> set[int]:
+    """Returns the numbers of all processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        except OSError:
+            continue  # the process has ended
+        parents[int(stat.parent.name)] = int(fields.split()[1])
+    below: set[int] = set()
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level}
+        below |= level
+    return below

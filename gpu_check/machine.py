@@ -1,0 +1,72 @@
+"""Facts about the machine and the sources: GPU, driver, commit, and the folder of the results."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from harness.report import ROOT, one_line
+
+
+def nvidia_smi() -> str:
+    """Returns what the driver reports about the GPUs, or the reason why it reports nothing."""
+    if shutil.which("nvidia-smi") is None:
+        return "there is no nvidia-smi"
+    query = "name,driver_version,memory.total,memory.used,compute_mode,clocks.max.sm"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi failed: {error}"
+    return (done.stdout or done.stderr).strip()
+
+
+def card_and_driver(csv: str) -> dict[str, str]:
+    """Returns the name of the first GPU and the driver's version, nothing if there is no GPU.
+
+    Args:
+        csv: Result of :func:`nvidia_smi`: a line of titles and one line for each GPU.
+    """
+    lines = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines()]
+    if len(lines) < 2 or lines[0][:2] != ["name", "driver_version"] or len(lines[1]) < 2:
+        return {}
+    return {"card": lines[1][0], "driver": lines[1][1]}
+
+
+def commit(pack: Path | None) -> str:
+    """Returns the commit of these sources and whether they differ, or why it is not known.
+
+    Args:
+        pack: Folder that ``scripts/gpu_pack.sh`` made; it has the commit for copies of the sources
+            without their history.
+    """
+    if pack is not None and not (ROOT / ".git").exists() and (pack / "commit").exists():
+        return (pack / "commit").read_text(encoding="utf-8").strip()
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown: {error}"
+    return done.stdout.strip() or f"unknown: {one_line(done.stderr)}"
+
+
+def default_output(facts: dict[str, str], *, rehearse: bool) -> Path:
+    """Returns the folder of the results if the user names none.
+
+    Runs on a GPU go to ``results/``, which is kept under version control, with date and card.
+
+    Args:
+        facts: Result of :func:`card_and_driver`.
+        rehearse: Whether this is a rehearsal.
+    """
+    if rehearse or "card" not in facts:
+        return ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")
+    card = re.sub(r"[^a-z0-9.]+", "-", f"{facts['card']} {facts['driver']}".lower()).strip("-")
+    return ROOT / "results" / f"gpu-check-{time.strftime('%Y-%m-%d-%H%M%S')}-{card}"

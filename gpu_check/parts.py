@@ -1,0 +1,122 @@
+"""The parts of the check: their commands, seconds and requirements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.report import ROOT
+
+NO_GPU = "there is no GPU"
+STEPS = ROOT / "gpu_check" / "steps.py"
+ALWAYS = ("device",)
+"""Parts that always run: this one finds the GPUs that others need."""
+_IN_PARTS_OF_THEIR_OWN = tuple(
+    f"test_{name}.py" for name in ("cuda_ipc", "equivalence", "resume", "training", "transport")
+)
+_MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the check, a program.
+
+    Attributes:
+        name: Name of the part and of its files.
+        command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python that
+            was set up, the path of the part's result, and its seconds.
+        planned_s: Seconds that are kept for the part while others run.
+        needs: Requirements, each with the reason to leave the part out if it is not met.
+        tests: Whether the command is pytest's.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    planned_s: float
+    needs: tuple[tuple[str, str], ...] = ()
+    tests: bool = False
+
+
+def parts(*, rehearse: bool) -> list[Part]:
+    """Returns the parts after the set-up, the most valuable first."""
+    standin = ("transport/test_between_gpus.py",) if rehearse else ()
+    others = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    gpu = () if rehearse else (("gpus", NO_GPU),)
+    two_gpus = ("two GPUs", "NCCL refuses two ranks on one GPU, and there is only one")
+    engine = ("transformer_engine", "Transformer Engine is not installed")
+
+    def steps(name: str, planned_s: float, *needs: tuple[str, str]) -> Part:
+        return _steps(name, planned_s, needs, tiny=rehearse)
+
+    def tests(name: str, planned_s: float, *files: str) -> Part:
+        return _tests(name, planned_s, files, gpu)
+
+    return [
+        steps("device", 20),
+        tests("ipc", 50, "gpu/test_cuda_ipc.py", *standin),
+        tests("equivalence", 45, "gpu/test_equivalence.py"),
+        steps("pp1", 60, *gpu),
+        steps("pp2", 75, *gpu),
+        steps("memory", 15, *gpu),
+        tests("resume", 60, "gpu/test_resume.py"),
+        steps("v", 45, *gpu),
+        tests("transports", 25, "gpu/test_transport.py"),
+        tests("training", 65, "gpu/test_training.py"),
+        tests(
+            "others",
+            50,
+            *(f"gpu/{name}" for name in others if name not in _IN_PARTS_OF_THEIR_OWN),
+            f"--deselect=tests/{_MEMORY_TEST}",
+        ),
+        steps("nccl", 45, *gpu, two_gpus),
+        steps("te", 45, *gpu, engine),
+        tests("oom", 20, _MEMORY_TEST),
+    ]
+
+
+def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tiny: bool) -> Part:
+    """Returns a part of ``steps.py``."""
+    command = ("{python}", str(STEPS), "--part", name, "--json", "{json}", "--limit", "{limit}")
+    return Part(
+        name=name,
+        command=(*command, *["--tiny"] * tiny),
+        planned_s=planned_s,
+        needs=(("torch", "torch is missing"), *needs),
+    )
+
+
+def _tests(
+    name: str, planned_s: float, files: Sequence[str], needs: Sequence[tuple[str, str]]
+) -> Part:
+    """Returns a part that runs files of ``tests``; options of pytest may be among them."""
+    # Options in pyproject.toml name plugins that the machine may lack.
+    command = "{python} -m pytest -v -rfEs -o addopts=--import-mode=importlib".split()
+    paths = (file if file.startswith("-") else f"tests/{file}" for file in files)
+    return Part(
+        name=name,
+        command=(*command, *paths),
+        planned_s=planned_s,
+        needs=(("torch", "torch is missing"), ("pytest", "pytest is missing"), *needs),
+        tests=True,
+    )
+
+
+def set_up_part(pack: Path | None = None) -> Part:
+    """Returns the part that installs what the others need.
+
+    Args:
+        pack: Folder that ``scripts/gpu_pack.sh`` made, for a machine without a network.
+    """
+    command = ["bash", "scripts/gpu_check.sh", "--set-up"]
+    if pack is not None:
+        command.append(str(pack))
+    return Part(name="set-up", command=tuple(command), planned_s=30)
+
+
+def chosen_parts(names: Sequence[str] | None, *, rehearse: bool) -> list[Part]:
+    """Returns the parts of these names, and those that always run, in their own order."""
+    every = parts(rehearse=rehearse)
+    if names is None:
+        return every
+    return [part for part in every if part.name in (*ALWAYS, *names)]

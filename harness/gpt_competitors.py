@@ -1,0 +1,248 @@
+"""Ranks of a small GPT on whose chunks several pipeline runtimes take turns.
+
+Competitors run the same chunks within one job, step by step, so that whatever else the machine does
+slows all of them alike. At the end every competitor runs the same microbatches on the same
+weights, and their losses and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.gpt_ranks import TrainingRank
+from harness.report import Row
+
+WARMUPS = 2
+TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+Function = Callable[[Any], list[Any]]
+"""Runs the microbatches of a step up to its gradients, and returns the losses."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job whose ranks run several competitors in turns.
+
+    Attributes:
+        flags: Flags of the trainer that say which chunks to build, without the size of the model.
+        competitors: Names of the competitors; losses and gradients are compared with the first.
+        ranks: Number of ranks.
+    """
+
+    flags: str
+    competitors: tuple[str, ...]
+    ranks: int = 2
+
+
+class CompetingRank(TrainingRank):
+    """One rank of such a job.
+
+    ``megatron`` is megatron-core's own schedule. Any other name is a schedule of this project, as
+    the trainer runs it; a subclass may know more.
+
+    Args:
+        job: Description of the job.
+        arguments: Command line of the trainer.
+    """
+
+    def __init__(self, job: Job, arguments: Iterable[str]) -> None:
+        pipeline = ["--pipeline-model-parallel-size", str(job.ranks)]
+        super().__init__([*arguments, *pipeline, *job.flags.split()])
+
+        from megatron.adaptive.engine.deferred_layers import attach_stores
+        from megatron.adaptive.gpt.forward import GptForward
+
+        splits = self.config.splits_backward
+        self._stores = attach_stores(self.chunks) if splits else None
+        self._forward = GptForward(self._accelerator)
+        self._wirings: list[Any] = []
+        self._functions = {name: self.function_of(name) for name in job.competitors}
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Runs the competitors in turns.
+
+        Returns:
+            Under ``times`` the seconds of each competitor's steps, round by round, ``None`` if it
+            took no part in a round; under ``differences`` the result of :meth:`compare`.
+        """
+        times: dict[str, list[float | None]] = {name: [] for name in self._functions}
+        for index in range(-WARMUPS, rounds):
+            elapsed_s = {name: self.step_s(name) for name in self.order_of(index)}
+            for name in times if index >= 0 else ():
+                times[name].append(elapsed_s.get(name))
+        return {"times": times, "differences": self.compare()}
+
+    def order_of(self, index: int) -> list[str]:
+        """Returns the competitors of a round in the order in which they run.
+
+        Args:
+            index: Number of the round, negative for a warm-up.
+        """
+        return rotated(list(self._functions), index)
+
+    def compare(self) -> dict[str, dict[str, float]]:
+        """Runs all competitors on the same microbatches and weights. Collective.
+
+        Returns:
+            For each competitor the largest relative difference of a microbatch's ``loss``, and the
+            norm of the difference of all gradients over the norm of these (``gradient``), both to
+            the first competitor.
+        """
+        import torch
+        import torch.distributed as dist
+
+        group = self._job.control_group
+        microbatches = self.read()
+        differences: dict[str, dict[str, float]] = {}
+        expected: list[Any] = []
+        for name, function in self._functions.items():
+            self.prepare(name)
+            losses = torch.zeros(self._microbatches, dtype=torch.float64)
+            for index, values in enumerate(function(microbatches)):
+                (losses[index],) = (value.double().cpu() for value in values.values())
+            # Only one rank has losses.
+            dist.all_reduce(losses, group=group)
+            gradients = [
+                parameter.main_grad.double().cpu()  # type: ignore[attr-defined]
+                for chunk in self.chunks
+                for parameter in chunk.parameters()
+            ]
+            expected = expected or [losses, *gradients]
+            squares = torch.zeros(2, dtype=torch.float64)
+            for gradient, reference in zip(gradients, expected[1:], strict=True):
+                difference = (gradient - reference).square().sum()
+                squares += torch.stack([difference, reference.square().sum()])
+            dist.all_reduce(squares, group=group)
+            differences[name] = {
+                "loss": float(((losses - expected[0]) / expected[0]).abs().max()),
+                "gradient": float((squares[0] / squares[1]).sqrt()),
+            }
+        return differences
+
+    def close(self) -> None:
+        """Ends the job; collective."""
+        for wiring in self._wirings:
+            wiring.close()
+        super().close()
+
+    def read(self) -> list[Any] | None:
+        """Reads all microbatches of a step, before any clock starts."""
+        microbatches = super().read()
+        return None if microbatches is None else list(microbatches)
+
+    def function_of(self, name: str) -> Function:
+        """Returns the function that runs a step of a competitor."""
+        if name == "megatron":
+            return self.fed(self._run.forward_backward)
+        return self.fed(self.engine_of(name))
+
+    def fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
+        """Returns a function that takes only microbatches.
+
+        Args:
+            forward_backward: Function with the signature of megatron-core's.
+        """
+        from megatron.adaptive.gpt.forward import feed
+
+        chunks, count, config = self.chunks, self._microbatches, self.config
+        single = len(chunks) == 1
+
+        def run(microbatches: Any) -> list[Any]:
+            feeds = [feed(microbatches, count) for _ in chunks]
+            return forward_backward(
+                forward_step_func=self._forward,
+                data_iterator=feeds[0] if single else feeds,
+                model=chunks[0] if single else chunks,
+                num_microbatches=count,
+                seq_length=config.model.seq_length,
+                micro_batch_size=config.batch.micro_batch_size,
+            )
+
+        return run
+
+    def engine_of(self, schedule: str, **transport: Any) -> Callable[..., list[Any]]:
+        """Returns this project's engine with a schedule, over channels of its own.
+
+        Args:
+            schedule: Name of the schedule.
+            transport: Settings of ``TransportConfig``.
+        """
+        from megatron.core import parallel_state
+
+        from megatron.adaptive.config.parallel import TransportConfig
+        from megatron.adaptive.engine.executor_setup import build_executor
+        from megatron.adaptive.engine.policy_factory import Orders
+        from megatron.adaptive.engine.stages import ForwardBackward
+        from megatron.adaptive.gpt.setup import payload_shape
+
+        run = self._run
+        wiring = build_executor(
+            placement=run.placement,
+            accelerator=self._accelerator,
+            places=self._job.places,
+            payload_shape=payload_shape(self.config),
+            payload_dtype=run.core.pipeline_dtype,
+            timeout_s=120.0,
+            transport=TransportConfig(**transport),
+        )
+        self._wirings.append(wiring)
+        return ForwardBackward(
+            executor=wiring.executor,
+            orders=Orders(
+                schedule=schedule,
+                placement=run.placement,
+                pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+                splits=bool(self._stores),
+                pieces=self.config.schedule.weight_pieces,
+            ),
+            stores=self._stores,
+        )
+
+    def prepare(self, name: str) -> None:
+        """Clears all gradients before a step of a competitor."""
+        self._run.core.deallocate_pipeline_outputs = name != "megatron"
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self._run.optimizer.zero_grad()
+
+    def step_s(self, name: str) -> float:
+        """Returns the seconds of a step of a competitor on all ranks, with its update."""
+        microbatches = self.read()
+        self.prepare(name)
+
+        def step() -> None:
+            self._functions[name](microbatches)
+            self._run.optimizer.step()
+            self._accelerator.synchronize()
+
+        return self.timed(step)[0]
+
+
+def rotated(names: list[str], index: int) -> list[str]:
+    """Returns names in turn, another one first in each round.
+
+    The competitor after a slow one must not be the same in every round.
+    """
+    first = index % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def difference_row(
+    where: str, quantity: str, values: Iterable[float], limit: float, note: str
+) -> Row:
+    """Returns the row of the largest of relative differences.
+
+    Args:
+        where: Name of the job or jobs.
+        quantity: ``loss`` or ``gradient``.
+        values: Differences of all competitors.
+        limit: Largest difference that is allowed.
+        note: Note of the row.
+    """
+    # max would pass over not-a-number, which no limit allows.
+    worst = max(values, key=lambda value: (math.isnan(value), value))
+    text = f"{where}: largest relative difference of the {quantity} on equal weights"
+    return Row(what=text, value=worst, goal=limit, note=note)

@@ -1,0 +1,245 @@
+"""Ranks that train a small GPT as the trainer does, measure it, and report to the first rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.processes import run_ranks
+
+GPT = (
+    "--num-layers 4 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
+    " --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8"
+    " --lr 1e-4 --train-iters 100000 --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer"
+    " --eval-iters 0"
+).split()
+"""Flags of the small GPT, without its width and its pipeline."""
+MICROBATCHES = 8
+"""Number of microbatches of a step with these flags."""
+
+_ORDERS = ((True, False, False, True), (False, True, True, False))
+"""Turns of a round, with the feature or without: a steady drift changes both alike."""
+
+
+class MeasuringRank(Protocol):
+    """A rank that :func:`rank_main` can run."""
+
+    is_first: bool
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Measures a number of rounds; returns the same on all ranks."""
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the first rank adds to the result after all ranks have closed."""
+
+    def close(self) -> None:
+        """Ends the job; collective."""
+
+
+def measure(
+    script: str, ranks: int, rounds: int, *arguments: str, limit_s: float
+) -> dict[str, Any]:
+    """Runs a script as ranks that measure; returns the result of the first one.
+
+    Args:
+        script: Path of a script that calls :func:`rank_main`.
+        ranks: Number of ranks.
+        rounds: Number of rounds.
+        arguments: Further arguments of the script.
+        limit_s: Seconds after which everything is killed.
+
+    Raises:
+        RuntimeError: A rank failed, or the time limit passed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [str(Path(script).resolve()), str(rounds), str(output), *arguments]
+        run_ranks(command, ranks, limit_s)
+        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return result
+
+
+def rank_main(make: Callable[..., MeasuringRank]) -> None:
+    """Runs one rank as the command line of :func:`measure` says.
+
+    Args:
+        make: Function that makes the rank from a folder for its files and further arguments.
+    """
+    rounds, output, *arguments = sys.argv[1:]
+    rank = make(Path(output).parent / "written", *arguments)
+    result = rank.measure(int(rounds))
+    rank.close()
+    if rank.is_first:
+        Path(output).write_text(json.dumps({**result, **rank.facts(result)}), encoding="utf-8")
+
+
+class GptRank:
+    """A rank of a GPT that is built as the trainer builds it, and can load checkpoints.
+
+    Args:
+        arguments: Command line of the trainer.
+
+    Attributes:
+        config: Settings of the trainer.
+        chunks: Model chunks of this rank.
+        rank: Number of this rank in the job.
+        is_first: Whether this rank is the first of the job.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        from megatron.adaptive import accelerator as device
+        from megatron.adaptive.config.arguments import parse
+        from megatron.adaptive.config.environment import Environment
+
+        environment = Environment.read()
+        self.config = parse(arguments, world_size=environment.world_size, last_wins=True)
+        self._accelerator = device.detect(environment.local_rank)
+        device.install()
+        device.quiet_libraries()
+
+        import torch
+
+        from megatron.adaptive.gpt.initialize import start_job
+        from megatron.adaptive.gpt.setup import build_run
+
+        torch.set_num_threads(1)
+        self._job = start_job(self.config, environment, self._accelerator)
+        self._run = build_run(self._job)
+        self.chunks = self._run.chunks
+        self.rank: int = self._job.rank
+        self.is_first = bool(self._job.is_first)
+
+    def load(self, **checkpoint: Any) -> Any:
+        """Loads a checkpoint; returns its progress.
+
+        Args:
+            checkpoint: Settings of checkpoints that replace those of the command line.
+        """
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
+
+        settings = replace(self.config.checkpoint, **checkpoint)
+        return Checkpoints(self._run, config=replace(self.config, checkpoint=settings)).load()
+
+    def close(self) -> None:
+        """Ends the job; collective."""
+        import torch.distributed as dist
+
+        from megatron.adaptive.gpt.initialize import end_job
+
+        self._run.tracing.close()
+        if self._run.wiring is not None:
+            self._run.wiring.close()
+        dist.barrier(group=self._job.control_group)
+        end_job()
+
+
+class TrainingRank(GptRank):
+    """A rank that reads data and takes steps.
+
+    Args:
+        arguments: Command line of the trainer.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__(arguments)
+        from megatron.adaptive.gpt.setup import make_loader
+        from megatron.adaptive.gpt.train_step import Step
+
+        tracing = self._run.tracing
+        on_read = None if tracing.recorder is None else tracing.data_read
+        self._step = Step(self._run)
+        self._loader: Any = make_loader(self._run, self._run.samples.train, 0, on_read=on_read)
+        self._microbatches = self.config.num_microbatches
+        self._iteration = 0
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Measures a number of rounds; returns the same on all ranks."""
+        raise NotImplementedError
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the first rank adds to the result after all ranks have closed."""
+        return {}
+
+    def close(self) -> None:
+        """Ends the job; collective."""
+        self._loader = None if self._loader is None else self._loader.close()
+        super().close()
+
+    def read(self) -> Any:
+        """Reads the microbatches of a step; returns ``None`` on a rank that needs none."""
+        return None if self._loader is None else self._loader.step(self._microbatches)
+
+    def train(self, before_update: Callable[[], None] = lambda: None) -> None:
+        """Takes a step.
+
+        Args:
+            before_update: Function that is called when the parameters are about to change.
+        """
+        self._step.train(self.read(), self._microbatches, self._iteration, before_update)
+
+    def timed(
+        self,
+        work: Callable[[], object],
+        processor_s: Callable[[], float] = time.process_time,
+        steps: int = 1,
+    ) -> tuple[float, float]:
+        """Returns the elapsed seconds per step of all ranks, and processor seconds of this one."""
+        import torch.distributed as dist
+
+        group = self._job.control_group
+        dist.barrier(group=group)
+        start_s, begin_cpu_s = time.perf_counter(), processor_s()
+        work()
+        spent_cpu_s = processor_s() - begin_cpu_s
+        dist.barrier(group=group)
+        return (time.perf_counter() - start_s) / steps, spent_cpu_s / steps
+
+    def turns(
+        self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
+    ) -> dict[str, Any]:
+        """Takes turns with and without the feature, after one uncounted turn of each.
+
+        Args:
+            rounds: Number of rounds of two turns of each.
+            turn: Function that takes one turn, with the feature if its argument is true; returns
+                elapsed seconds and processor seconds of this rank.
+            name: Name of turns with the feature.
+
+        Returns:
+            ``NAME_s`` and ``plain_s``: means of each round; ``NAME_cpu_s`` and ``plain_cpu_s``: the
+            sums of processor seconds over all ranks.
+        """
+        import torch
+        import torch.distributed as dist
+
+        for is_on in (False, True):
+            turn(is_on)
+        seconds = torch.zeros(rounds, 2, 2, dtype=torch.float64)
+        for number in range(rounds):
+            for is_on in _ORDERS[number % 2]:
+                seconds[number, int(is_on)] += torch.tensor(turn(is_on), dtype=torch.float64) / 2
+        processor_s = seconds[:, :, 1].clone()
+        dist.all_reduce(processor_s, group=self._job.control_group)
+        return {
+            f"{name}_s": seconds[:, 1, 0].tolist(),
+            "plain_s": seconds[:, 0, 0].tolist(),
+            f"{name}_cpu_s": processor_s[:, 1].tolist(),
+            "plain_cpu_s": processor_s[:, 0].tolist(),
+        }
+
+    def progress(self, iteration: int) -> Any:
+        """Returns the entry of a checkpoint about the progress of a run after some steps."""
+        from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * self._microbatches,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
