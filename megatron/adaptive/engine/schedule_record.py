@@ -455,11 +455,11 @@ def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
     The actions of a chunk and kind are numbered in the order they run. So number ``turn`` ends at
     the same part of its microbatch on all stages, and takes the place of the same recorded slice.
     """
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, code in enumerate(order):
-        places[code % (3 * shape.chunks)].append(place)
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, code in enumerate(order):
+        indices[code % (3 * shape.chunks)].append(index)
     placed: list[tuple[int, int, int]] = []
-    for code, recorded in places.items():
+    for code, recorded in indices.items():
         pieces = shape.weight_pieces if code // shape.chunks == NUMBER[ActionKind.W] else 1
         microbatches = len(recorded) // (pieces * shape.slices)
         for turn in range(microbatches * num_slices):
