@@ -21,7 +21,7 @@ from megatron.adaptive import accelerator
 accelerator.install()  # before megatron-core is imported
 
 from megatron.adaptive.config.schema_files import forms  # noqa: E402
-from megatron.adaptive.modules.assembly import PipelineSettings  # noqa: E402
+from megatron.adaptive.modules.assembly import PipelineOptions, PipelineSettings  # noqa: E402
 from megatron.adaptive.modules.pipeline import Pipeline  # noqa: E402
 from megatron.adaptive.modules.step_loop import Loop  # noqa: E402
 from megatron.adaptive.planner import profile_file  # noqa: E402
@@ -53,7 +53,6 @@ ANY_NAMES = {
     "gpt/local_layers.py LocalLatentAttention.__init__": "arguments of megatron-core's class",
     "gpt/local_layers.py LocalNorm.__new__": "arguments of megatron-core's class",
     "gpt/local_layers.py VariedLayer.__init__": "arguments of megatron-core's class",
-    "modules/pipeline.py Pipeline.from_pretrained": "arguments of Pipeline",
     "modules/recorder.py MappedFunction.__call__": "arguments of the mapped function",
     "modules/batch.py require_whole": "settings to check, under the names in its message",
     "plugin/patch.py Seam.__call__": "arguments of megatron-core's function",
@@ -164,6 +163,18 @@ def test_an_entry_point_has_the_parameters_and_defaults_of_its_settings(
         return {p.name: p.default for p in listed if p.name not in leaves_out}
 
     assert parameters(entry) == parameters(settings)
+
+
+def test_options_that_are_passed_on_are_those_of_the_entry_point() -> None:
+    signature = inspect.signature(Pipeline)
+    named = {
+        parameter.name: parameter.annotation
+        for parameter in signature.parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "initialize"
+    }
+    # The annotations of this module are strings.
+    listed = PipelineOptions.__annotations__
+    assert {name: kind.__forward_arg__ for name, kind in listed.items()} == named
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 
@@ -22,8 +22,8 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.recompute import recomputed_ranges
-from megatron.adaptive.modules.recording import SampledModel
+from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
+from megatron.adaptive.modules.recording import Loss, SampledModel, Slicing
 from megatron.adaptive.modules.recordings import (
     CutForwards,
     Example,
@@ -123,6 +123,35 @@ class PipelineSettings(SampledModel):
         if is_list(self.sample_batch):
             return len(self.sample_batch)
         return samples_in(self.sample_batch, "sample_batch")
+
+
+class PipelineOptions(TypedDict, total=False):
+    """Lists keyword arguments of ``Pipeline`` for the types of functions that pass them on."""
+
+    loss: Loss | None
+    arguments: Mapping[str, Any] | None
+    mixed_precision: Literal["bf16", "fp16"] | None
+    decisive_entries: Sequence[str]
+    shared_weights: Sequence[Sequence[str]]
+    slicing: Slicing
+    recompute: Recompute
+    max_recordings: int
+    micro_batch_size: int | None
+    pipeline_size: int | Literal["auto"] | None
+    batch_size: int | None
+    memory_limit_bytes: float | None
+    schedule: str
+    chunks: int | None
+    activation_cap: float | None
+    split_backward: bool | None
+    partition: str | Sequence[int] | None
+    weights: Sequence[float] | None
+    seed: int
+    transport: TransportConfig | None
+    trace_dir: str | None
+    timeout_s: float
+    hang_after_s: float | None
+    on_hang: Literal["report", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)

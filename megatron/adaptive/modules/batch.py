@@ -6,7 +6,7 @@ A microbatch in a list is a dictionary of tensors of any shapes, as a collator r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron.adaptive.errors import ConfigError
 
 Microbatch = Mapping[str, torch.Tensor]
 """Tensors of a microbatch, by the name of their batch entry."""
+Batch = Mapping[str, torch.Tensor] | Sequence[Microbatch]
+"""Dictionary of tensors whose first axis counts the samples, or a list of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,8 +26,14 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
     from megatron.adaptive.errors import AdaptiveError, ConfigError
-    from megatron.adaptive.modules.assembly import Initialize, PipelineSettings, assemble
+    from megatron.adaptive.modules.assembly import (
+        Initialize,
+        PipelineOptions,
+        PipelineSettings,
+        assemble,
+    )
     from megatron.adaptive.modules.batch import (
+        Batch,
         BatchShape,
         Microbatch,
         MicrobatchList,
@@ -40,12 +45,7 @@ with _accelerator.quiet_imports():
         stretched,
     )
     from megatron.adaptive.modules.cutting import check_groups
-    from megatron.adaptive.modules.program import (
-        ProgramStages,
-        RandomKey,
-        RankPrograms,
-        StageProgram,
-    )
+    from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram, StepWork
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.segments import MakeOptimizer
@@ -53,34 +53,10 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
     from megatron.adaptive.modules.update import LossScale
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LEAST_SLOT_BYTES = 4096
-
-Batch = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
-"""Dictionary of tensors whose first axis counts the samples, or a list of microbatches."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Contains the microbatches of a step.
-
-    Attributes:
-        microbatches: Tensors of each microbatch, by name.
-        programs: Programs of this rank's stages for each microbatch.
-        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
-        is_listed: Whether the user passed a list of microbatches.
-    """
-
-    microbatches: list[Microbatch]
-    programs: list[RankPrograms]
-    weights: list[float] | None
-    is_listed: bool
-
-    @property
-    def sizes(self) -> list[float] | None:
-        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
-        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
-        return None if len(set(sizes)) == 1 else sizes
 
 
 def _inputs(
@@ -235,12 +211,12 @@ class Pipeline:
     def from_pretrained(
         cls,
         folder: str | Path,
-        sample_batch: Mapping[str, torch.Tensor],
+        sample_batch: Batch,
         *,
         adapter: Any = None,
         dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
-        **settings: Any,
+        **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
         """Makes a pipeline of a model that ``transformers`` has saved. Collective.
 
@@ -248,7 +224,7 @@ class Pipeline:
 
         Args:
             folder: Folder with ``config.json`` and ``safetensors`` files.
-            sample_batch: Dictionary of tensors whose first axis is the axis of samples.
+            sample_batch: Batch that shows what batches contain, as for :class:`Pipeline`.
             adapter: ``LoraConfig`` of PEFT. Then only adapters are trained. ``None`` trains all
                 parameters.
             dtype: Element type of the parameters, ``None`` for the type in ``config.json``.
@@ -277,7 +253,7 @@ class Pipeline:
         these are written, for PEFT. The folder gets its name when it is complete.
 
         Args:
-            folder: Folder to write, visible to all nodes. It must not exist or be empty.
+            folder: Folder to write, visible to all nodes; new or empty.
             shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
 
         Returns:
@@ -563,7 +539,7 @@ class Pipeline:
             )
         return loss
 
-    def _work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> _Work:
+    def _work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
         """Checks a batch and finds the programs and weights of its microbatches. Collective.
 
         Args:
@@ -583,14 +559,14 @@ class Pipeline:
                     "num_items is 0 for all microbatches: there is no loss to average"
                 )
             weights = [self.replicas * number / total for number in items]
-        return _Work(
+        return StepWork(
             microbatches=microbatches,
             programs=[self._assembly.recordings.of(part, step) for part in microbatches],
             weights=weights,
             is_listed=is_list(batch),
         )
 
-    def _run(self, work: _Work, *, step: int, scale: float | None) -> list[torch.Tensor]:
+    def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
         """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
 
         Args:

@@ -42,6 +42,7 @@ from megatron.adaptive.engine.weight_gradient import (
     is_deferring,
 )
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
@@ -399,6 +400,29 @@ class RankPrograms:
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
         """Returns the programs for evaluation if ``forward_only``, else those for training."""
         return self.evaluation if forward_only else self.training
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Contains the microbatches of a step.
+
+    Attributes:
+        microbatches: Tensors of each microbatch, by name.
+        programs: Programs of this rank's stages for each microbatch.
+        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
+        is_listed: Whether the user passed a list of microbatches.
+    """
+
+    microbatches: list[Microbatch]
+    programs: list[RankPrograms]
+    weights: list[float] | None
+    is_listed: bool
+
+    @property
+    def sizes(self) -> list[float] | None:
+        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
+        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
+        return None if len(set(sizes)) == 1 else sizes
 
 
 @dataclass(slots=True)
