@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules import Pipeline
+from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.recording import Forward, Forwards
 
 from .models import SHARED, knotty, make_batch, viewed, viewer
@@ -257,3 +257,30 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
     assert [*parts[0][0], *parts[1][0]] == losses
     for name, parameter in parts[1][1].items():
         torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=0)
+
+
+class Scorer(torch.nn.Module):
+    """``x [n, 4]`` and ``y [n] int64`` make the mean loss of the rows with a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+        self.cut = CutPoint()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return torch.nn.functional.cross_entropy(self.last(self.cut(self.first(x))), y)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
+    """Its mean over no items is not a number."""
+    labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
+    loss, gradients = expected(Scorer(), [labeled], [1.0])
+    opened.append(Pipeline(Scorer(), [labeled], split_backward=split))
+    step: Any = [unlabeled, labeled]
+    assert opened[0].eval(step, num_items=[0, 2]) == pytest.approx(loss, rel=1e-5)
+    assert opened[0].step(step, num_items=[0, 2])[0] == pytest.approx(loss, rel=1e-5)
+    require_equal(opened[0], gradients)

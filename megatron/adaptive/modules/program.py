@@ -452,7 +452,8 @@ class ProgramStages(SplitStages):
         stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
-        loss_weights: Weight of each microbatch's loss, ``None`` for the mean.
+        loss_weights: Weight of each microbatch's loss, ``None`` for the mean. A microbatch of
+            weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
@@ -523,7 +524,10 @@ class ProgramStages(SplitStages):
         program = self.programs[microbatch][chunk]
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
-            if pending.loss is not None:
+            if not self._factors[microbatch]:
+                # A mean over no items is not a number, and neither is its gradient times zero.
+                pass
+            elif pending.loss is not None:
                 if pending.loss.requires_grad:
                     torch.autograd.backward(pending.loss)
             elif pending.edges:

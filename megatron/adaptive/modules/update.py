@@ -229,18 +229,20 @@ class Update:
             losses: Losses of the microbatches on the rank with the last stage, empty on other
                 ranks.
             count: Number of microbatches per step.
-            weights: Weight of each microbatch's loss, ``None`` for the mean.
+            weights: Weight of each microbatch's loss, ``None`` for the mean. A loss of weight 0 is
+                left out, even if it is not a number.
             with_norm: Whether to compute the norm. If false, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         if losses:
             stacked = torch.stack([loss_of_microbatch.double() for loss_of_microbatch in losses])
-            totals[0] = (
-                stacked.sum() / count
-                if weights is None
-                else stacked @ torch.tensor(weights, dtype=torch.float64, device=device)
-            )
+            if weights is None:
+                totals[0] = stacked.sum() / count
+            else:
+                factors = torch.tensor(weights, dtype=torch.float64, device=device)
+                # A mean over no items is not a number, so it is left out.
+                totals[0] = stacked.where(factors > 0, 0.0) @ factors
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)
         dist.all_reduce(totals)
