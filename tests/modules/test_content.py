@@ -284,3 +284,35 @@ def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: 
     assert opened[0].eval(step, num_items=[0, 2]) == pytest.approx(loss, rel=1e-5)
     assert opened[0].step(step, num_items=[0, 2])[0] == pytest.approx(loss, rel=1e-5)
     require_equal(opened[0], gradients)
+
+
+class Doubling(torch.nn.Module):
+    """Changes an entry of the batch in place, and compares it with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return (self.layer(x.mul_(2)) - y).square().mean()
+
+
+def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> None:
+    """If a recording of a new length changed its microbatch, the step would train on that."""
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    opened.append(Pipeline(Doubling(), [{"x": x, "y": y}]))
+    assert torch.equal(x, torch.ones(2, 4))
+    longer = {"x": torch.ones(3, 4), "y": torch.zeros(3, 4)}
+    loss = float(Doubling()(torch.ones(3, 4), longer["y"]).detach())
+    assert opened[0].step([longer])[0] == pytest.approx(loss, rel=1e-5)
+    assert torch.equal(longer["x"], torch.ones(3, 4))
+
+
+def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) -> None:
+    """Labels are often the same tensor as the tokens, but not in every microbatch."""
+    x = torch.ones(2, 4)
+    opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
+    loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())
+    assert opened[0].eval([{"x": x, "y": torch.zeros(2, 4)}]) == pytest.approx(loss, rel=1e-5)

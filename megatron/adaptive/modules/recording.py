@@ -326,6 +326,14 @@ def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
+def copies_of(microbatch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a microbatch that shares no memory with the given one."""
+    return {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in microbatch.items()
+    }
+
+
 def _recorded(
     forward: Forward,
     sample: Mapping[str, torch.Tensor],
@@ -344,7 +352,10 @@ def _recorded(
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
     """
-    recorder = make(forward.model, sample, freeze)
+    # The forward pass may change its inputs in place, and the recorder tells them apart by their
+    # identity, even if a microbatch holds one tensor under two names.
+    inputs = copies_of(sample)
+    recorder = make(forward.model, inputs, freeze)
     with (
         forward.under_autocast(),
         undisturbed(forward.model, recorder.tape.device),
@@ -352,7 +363,7 @@ def _recorded(
         mapped_functions(recorder),
         recorder,
     ):
-        loss = forward(sample) if run is None else run(**sample)
+        loss = forward(inputs) if run is None else run(**inputs)
     recorder.finish(loss)
     return recorder.tape
 

@@ -32,7 +32,13 @@ from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, mode_of
+from megatron.adaptive.modules.recording import (
+    Forward,
+    Forwards,
+    SampledModel,
+    copies_of,
+    mode_of,
+)
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
@@ -315,7 +321,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     with torch.no_grad(), undisturbed(forward.model, device):
         _, replayed = program.forward(other, [], random=lambda call: None)
         with mode_of(forward.model, training=False), forward.under_autocast():
-            expected = float(forward(other))
+            expected = float(forward(copies_of(other)))
     assert replayed is not None
     halves = forward.autocast is not None or any(
         tensor.dtype.itemsize < 4 for tensor in held.values() if tensor.is_floating_point()
