@@ -316,3 +316,15 @@ def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) 
     opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
     loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())
     assert opened[0].eval([{"x": x, "y": torch.zeros(2, 4)}]) == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_entry_may_be_a_scalar(opened: list[Pipeline]) -> None:
+    class Scaled(Scorer):
+        def forward(self, scale: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x * scale, y)
+
+    part = {"scale": torch.tensor(2.0), "x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    opened.append(Pipeline(Scaled(), [part]))
+    part["scale"] = torch.tensor(3.0)
+    loss = float(Scaled()(**part).detach())
+    assert opened[0].step([part])[0] == pytest.approx(loss, rel=1e-5)

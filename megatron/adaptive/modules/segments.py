@@ -119,7 +119,8 @@ def measure_segments(
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    size = len(next(iter(inputs.values())))
+    # A microbatch in a list may contain scalars.
+    size = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 1)
     message: torch.Tensor | None = None
     samples: list[SegmentSample] = []
     measured: dict[Any, tuple[SegmentSample, torch.Tensor]] = {}
