@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -328,3 +329,18 @@ def test_an_entry_may_be_a_scalar(opened: list[Pipeline]) -> None:
     part["scale"] = torch.tensor(3.0)
     loss = float(Scaled()(**part).detach())
     assert opened[0].step([part])[0] == pytest.approx(loss, rel=1e-5)
+
+
+class Drawing(Scorer):
+    """Draws random numbers of Python."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return super().forward(x * random.random(), y)
+
+
+def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> None:
+    part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    with pytest.raises(ConfigError, match=r"Python's random or numpy.random.*with torch"):
+        Pipeline(Drawing(), [part])
+    opened.append(Pipeline(Drawing(), [part], slicing="record"))

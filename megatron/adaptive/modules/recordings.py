@@ -13,11 +13,14 @@ Recordings that are made later must get along with them.
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 
 from megatron.adaptive.config.input_files import printable
@@ -64,8 +67,10 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         cut points.
 
     Raises:
-        ConfigError: If the model cannot be recorded, or no microbatch passes all cut points.
+        ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
+            model draws random numbers without torch.
     """
+    before = _host_random_state()
     first_of: dict[Signature, Microbatch] = {}
     counts: dict[Signature, int] = {}
     for microbatch in microbatches:
@@ -76,6 +81,12 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         signature: Forwards.of(model, microbatch, model.slicing, may_miss=len(first_of) > 1)
         for signature, microbatch in first_of.items()
     }
+    if model.slicing != "record" and _host_random_state() != before:
+        raise ConfigError(
+            "the forward draws random numbers from Python's random or numpy.random, and those of "
+            "the sample would be used for all microbatches: draw them with torch, or give "
+            'slicing="record" if they do not matter'
+        )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
         # Record this one again, to raise the error that names a cut point which none passes.
@@ -94,6 +105,12 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         )
         for signature in order
     ]
+
+
+def _host_random_state() -> tuple[Any, ...]:
+    """Returns the states of the random generators of Python and numpy."""
+    _, keys, *others = numpy.random.get_state()
+    return (random.getstate(), bytes(keys), *others)
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
