@@ -245,6 +245,90 @@ def test_what_cannot_be_cut_is_named(body: Body, words: list[str]) -> None:
         assert word in said, said
 
 
+def kept_state(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.table = model.table + x.mean(0).detach()
+    return plain(model, x)
+
+
+def kept_outside(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "mean"):
+        model.mean = torch.zeros(4)
+    shifted = x - model.mean
+    model.mean = 0.5 * model.mean + x.mean(0)
+    return plain(model, shifted)
+
+
+def counting(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.table.add_(1)
+    return plain(model, x) / model.table.max().item()
+
+
+def hooked(model: Model, x: torch.Tensor) -> torch.Tensor:
+    x = plain(model, x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: -gradient)
+    return x
+
+
+def drawn_elsewhere(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x + torch.rand(4, generator=torch.Generator()))
+
+
+def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.first.weight[0].mul_(0.5)
+    return plain(model, x)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (kept_state, ["assigns another tensor to table", "copy_"]),
+        (kept_outside, ["assigns another tensor to mean", "buffer"]),
+        (counting, ["test_recorder.py", "counting", "buffer table", "forward changes"]),
+        (hooked, ["test_recorder.py", "hooked", "hook for a gradient"]),
+        (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "generator of its own"]),
+        (part_of_parameter, ["test_recorder.py", "changes parameter first.weight"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
+def test_what_a_recording_would_lose_is_named(body: Body, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        case_of(body)
+    said = str(refusal.value)
+    assert "\n" not in said
+    for word in words:
+        assert word in said, said
+
+
+def test_a_hook_on_the_backward_pass_of_a_module_is_named() -> None:
+    model = Model(plain)
+    model.middle.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(ConfigError, match="middle has a hook for its backward pass"):
+        Case(model, {"x": torch.randn(2, 4)}, 2)
+
+
+def grown(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """A table of positions that grows with the batch."""
+    if len(model.table) < 6:
+        model.register_buffer("table", torch.arange(6.0))
+    return plain(model, x + model.table[:4])
+
+
+def cut_off(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """No gradient flows into the first layer, and one through a frozen layer to the batch."""
+    x = x.requires_grad_()
+    y = model.first(x) * 1
+    return model.last(model.cuts[1](model.middle(model.cuts[0](y.detach_() + x))))
+
+
+@pytest.mark.parametrize("body", [grown, cut_off])
+def test_changes_of_tensors_that_keep_their_values_are_replayed(body: Body) -> None:
+    case = case_of(body)
+    check(case)
+    assert len(case.model.table) == 4
+
+
 def test_values_may_be_taken_as_the_samples() -> None:
     check(case_of(by_value, "record"))
 

@@ -11,6 +11,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -42,6 +43,8 @@ READING = frozenset(
         "is_nonzero",
     )
 )
+# Functions that change gradients by Python code, which a recorded call does not contain.
+HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the function
 # inside it directly, so that the calls in it are recorded.
 _RECOMPUTING = "CheckpointFunction"
@@ -54,15 +57,18 @@ class ReadsValueError(ConfigError):
 @contextlib.contextmanager
 def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Restores the model's buffers and the random generators of CPU and ``device`` on exit."""
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         try:
             yield
         finally:
+            for table, buffers in tables:
+                table.clear()
+                table.update(buffers)
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in kept:
-                        buffer.copy_(kept[name])
+                for buffer, values in kept:
+                    buffer.copy_(values)
 
 
 @contextlib.contextmanager
@@ -181,6 +187,74 @@ def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
         apis.vmap_impl = original
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Describes where Python code read the values of a tensor.
+
+    Attributes:
+        storages: Addresses of the memory of the tensors from which it was computed, and its own.
+        place: File and line of the code.
+    """
+
+    storages: set[int]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """Describes a tensor that an attribute of a module held before the forward pass.
+
+    Attributes:
+        module: Module with the attribute.
+        path: Name of the module in the model.
+        key: Name of the attribute in the module.
+        is_buffer: Whether the attribute is a buffer.
+        tensor: Tensor that the attribute held.
+    """
+
+    module: torch.nn.Module
+    path: str
+    key: str
+    is_buffer: bool
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the attribute in the model."""
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    @property
+    def current(self) -> Any:
+        """Returns the present value of the attribute."""
+        table = self.module._buffers if self.is_buffer else vars(self.module)
+        return table.get(self.key)
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    """Raises a ``ConfigError`` if a module has a hook for its backward pass."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ConfigError(
+                f"{name or type(module).__name__} has a hook for its backward pass, and stages run "
+                "recorded calls, not modules: remove it, or change the gradient by an "
+                "autograd.Function"
+            )
+
+
+def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises a ``ConfigError`` for a call whose effect is not in the tensors that it returns."""
+    if getattr(function, "__name__", "") in HOOKING:
+        raise ConfigError(
+            f"{where()} registers a hook for a gradient, which the recording loses: change the "
+            "gradient by an autograd.Function"
+        )
+    if any(isinstance(part, torch.Generator) for part in (*args, *kwargs.values())):
+        raise ConfigError(
+            f"{where()} draws random numbers from a generator of its own, so they would depend on "
+            "the order of microbatches: leave out generator, and give Pipeline a seed"
+        )
+
+
 class CallRecorder(TorchFunctionMode):
     """Records the torch calls of a model on a :class:`Tape`.
 
@@ -216,6 +290,15 @@ class CallRecorder(TorchFunctionMode):
         self._cut_names = {id(cut_point): name for name, cut_point in cut_points.items()}
         self._optional = {name for name, cut_point in cut_points.items() if cut_point.is_optional}
         self._repeated: set[str] = set()
+        _refuse_hooks(model)
+        self._reads: list[_Read] = []
+        self._attributes = [
+            _Attribute(module, name, key, is_buffer, tensor)
+            for name, module in model.named_modules()
+            for is_buffer, table in ((True, module._buffers), (False, vars(module)))
+            for key, tensor in table.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
         self._names: dict[int, tuple[str, str]] = {}
         aliases: dict[int, list[str]] = {}
         for source, named in (
@@ -254,7 +337,8 @@ class CallRecorder(TorchFunctionMode):
                 "recorded: compute the same with plain tensors there"
             )
         self._refuse_reading(function, tensors)
-        versions = [tensor._version for tensor in tensors]
+        _refuse_side_effects(function, args, kwargs)
+        states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
         self._watch_random_numbers()
         self.is_inside = True
         try:
@@ -264,8 +348,8 @@ class CallRecorder(TorchFunctionMode):
             self.is_inside = False
         changed = {
             id(tensor): tensor
-            for tensor, version in zip(tensors, versions, strict=True)
-            if tensor._version != version
+            for tensor, state in zip(tensors, states, strict=True)
+            if (tensor._version, tensor.requires_grad) != state
         }
         results = list(tensor_paths(result))
         if not (results or changed):
@@ -358,9 +442,10 @@ class CallRecorder(TorchFunctionMode):
         for tensor in changed:
             old = self._numbers[id(tensor)]
             value = tape.values[old]
-            if value.source == "parameter":
+            name = self._parameter_of(value)
+            if name:
                 raise ConfigError(
-                    f"{where()} changes parameter {value.name} within the forward; only buffers "
+                    f"{where()} changes parameter {name} within the forward; only buffers "
                     "may change there"
                 )
             if value.source == "buffer":
@@ -434,6 +519,17 @@ class CallRecorder(TorchFunctionMode):
             # Sparse tensors have no storage, so asking for it raises an error.
             return 0
 
+    def _parameter_of(self, value: Value) -> str:
+        """Returns the name of the parameter whose memory a tensor has, an empty text if none."""
+        if value.source == "parameter":
+            return value.name
+        storages = (
+            other.name
+            for other in self.tape.values
+            if other.source == "parameter" and other.storage == value.storage != 0
+        )
+        return next(storages, "")
+
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
         # After torch.export, a cut point is reached once for each of its tensors. Count only the
@@ -464,6 +560,7 @@ class CallRecorder(TorchFunctionMode):
             return
         for tensor in tensors:
             number = self._numbers.get(id(tensor))
+            self._reads.append(_Read(self._sources_of(tensor), where()))
             is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
@@ -471,6 +568,59 @@ class CallRecorder(TorchFunctionMode):
                     "differ between microbatches: compute with tensors there, keep cut points out "
                     "of such control flow, name the batch entry that decides in decisive_entries, "
                     'or give slicing="record" if the answer is always the sample\'s'
+                )
+
+    def _sources_of(self, tensor: torch.Tensor) -> set[int]:
+        """Returns the addresses of the tensors from which the recorded calls made this one."""
+        waiting = [self._numbers[id(tensor)]] if id(tensor) in self._numbers else []
+        storages = {self._storage(tensor)}
+        seen: set[int] = set()
+        while waiting:
+            number = waiting.pop()
+            if number not in seen:
+                seen.add(number)
+                value = self.tape.values[number]
+                storages.add(value.storage)
+                if value.made_by >= 0:
+                    waiting.extend(self.tape.calls[value.made_by].reads)
+        return storages - {0}
+
+    def check_reads(self) -> None:
+        """Checks that the forward pass changes no buffer whose values Python code read.
+
+        Raises:
+            ReadsValueError: If it does, so that the values differ between microbatches.
+        """
+        tape = self.tape
+        changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
+        for read in self._reads:
+            for attribute in self._attributes:
+                storage = self._storage(attribute.tensor)
+                if attribute.is_buffer and storage in changed & read.storages:
+                    raise ReadsValueError(
+                        f"{read.place} looks at the values of buffer {attribute.name}, which the "
+                        'forward changes: compute with tensors there, or give slicing="record" '
+                        "if the answer is always the sample's"
+                    )
+
+    def check_attributes(self) -> None:
+        """Checks that no attribute carries a tensor from one microbatch to the next.
+
+        Raises:
+            ConfigError: If the forward pass puts another tensor in place of one that it used.
+        """
+        for attribute in self._attributes:
+            tensor = attribute.current
+            number = self._numbers.get(id(tensor))
+            is_used = attribute.is_buffer or id(attribute.tensor) in self._numbers
+            if tensor is attribute.tensor or number is None or not is_used:
+                continue
+            old = self._storage(attribute.tensor)
+            if self.tape.values[number].varies or old in self._sources_of(tensor):
+                raise ConfigError(
+                    f"the forward assigns another tensor to {attribute.name}, which the recording "
+                    "loses: register it with a module as a buffer, and change it in place, as by "
+                    "copy_"
                 )
 
     def finish(self, loss: Any) -> None:

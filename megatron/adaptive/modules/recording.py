@@ -356,14 +356,12 @@ def _recorded(
     # identity, even if a microbatch holds one tensor under two names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
-    with (
-        forward.under_autocast(),
-        undisturbed(forward.model, recorder.tape.device),
-        custom_functions(recorder),
-        mapped_functions(recorder),
-        recorder,
-    ):
-        loss = forward(inputs) if run is None else run(**inputs)
+    with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
+        with custom_functions(recorder), mapped_functions(recorder), recorder:
+            loss = forward(inputs) if run is None else run(**inputs)
+        if not freeze:
+            recorder.check_reads()
+        recorder.check_attributes()
     recorder.finish(loss)
     return recorder.tape
 

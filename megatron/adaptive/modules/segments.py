@@ -32,13 +32,7 @@ from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.recorder import undisturbed
-from megatron.adaptive.modules.recording import (
-    Forward,
-    Forwards,
-    SampledModel,
-    copies_of,
-    mode_of,
-)
+from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel, copies_of, mode_of
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
