@@ -655,15 +655,22 @@ class _Deferred:
     ) -> torch.Tensor | None:
         """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
         weight: Any = env[self.weight.value]
-        if not is_deferring(store, weight):
+        bias: Any = None if self.bias is None else env[self.bias.value]
+        # Hooks of the user on a parameter run only if autograd computes its gradient.
+        if not is_deferring(store, weight) or _has_hooks(weight) or _has_hooks(bias):
             return None
         call: LayerCall
         if self.kind == "embedding":
             call = EmbeddingCall(weight, self.padding, self.by_frequency)
         else:
-            bias: Any = None if self.bias is None else env[self.bias.value]
             call = LinearCall(weight, bias, self.kind == "addmm", dtype)
         return defer(call, env[self.activation.value], store)
+
+
+def _has_hooks(parameter: torch.Tensor | None) -> bool:
+    """Returns whether functions of the user run if a parameter gets its gradient."""
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in hooks)
 
 
 def _addmm(bias: Any, activation: Any, weight: Any) -> _Deferred:
