@@ -344,3 +344,28 @@ def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> Non
     with pytest.raises(ConfigError, match=r"Python's random or numpy.random.*with torch"):
         Pipeline(Drawing(), [part])
     opened.append(Pipeline(Drawing(), [part], slicing="record"))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_hooks_on_parameters_run(opened: list[Pipeline], split: bool) -> None:
+    """A deferred weight gradient would not pass through autograd, which runs the hooks."""
+    part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    whole, model = Scorer(), Scorer()
+    opened.append(Pipeline(model, [part], split_backward=split))
+    for parameter in (*whole.first.parameters(), *model.first.parameters()):
+        parameter.register_hook(lambda gradient: 3 * gradient)
+    _, gradients = expected(whole, [part], [1.0])
+    opened[0].step([part])
+    require_equal(opened[0], gradients)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_trained_stays_what_was_recorded(opened: list[Pipeline], trained: bool) -> None:
+    part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    model = Scorer()
+    model.first.weight.requires_grad_(not trained)
+    opened.append(Pipeline(model, [part]))
+    opened[0].step([part])
+    model.first.weight.requires_grad_(trained)
+    with pytest.raises(ConfigError, match=f"requires_grad of first.weight is {trained}.*before"):
+        opened[0].step([part])

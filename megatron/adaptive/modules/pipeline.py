@@ -494,6 +494,7 @@ class Pipeline:
                 batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
+        self._update.check_trained()
         work = self._work(batch, num_items, self.steps + 1)
         count = len(work.microbatches)
         if self._loop is not None:

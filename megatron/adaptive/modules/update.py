@@ -120,6 +120,7 @@ class Update:
                 if positions[0] != mesh.pp_rank:
                     del counted[name]
         self._counted = list(counted.values())
+        self._was_trained = {name: p.requires_grad for name, p in self.parameters.items()}
         self.optimizer: Any = None
         self._clip_norm: float | None = None
         self.scaler: LossScale | None = None
@@ -167,6 +168,20 @@ class Update:
                 f"of this process's stages (the first of shape {list(foreign[0].shape)}): make it "
                 "after the Pipeline, with pipeline.parameters()"
             )
+
+    def check_trained(self) -> None:
+        """Checks that the same parameters are trained as when the model was recorded.
+
+        Raises:
+            ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad != self._was_trained[name]:
+                raise ConfigError(
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was "
+                    f"{not parameter.requires_grad} when the Pipeline was made, which decides what "
+                    "stages send to one another: change it before, and make a new Pipeline"
+                )
 
     def reduce(self, *, spares_unused: bool = False) -> None:
         """Sums gradients of shared weights; averages all gradients over replicas. Collective.
