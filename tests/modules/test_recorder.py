@@ -14,6 +14,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint
 from megatron.adaptive.modules.cutting import slice_tape
+from megatron.adaptive.modules.recordings import BufferUse, CutForwards
+from megatron.adaptive.schedule.stage_placement import Placement
 
 from .ranks import Case, assert_same
 
@@ -419,3 +421,46 @@ def test_a_cut_point_after_a_module() -> None:
         case = Case(model, {"x": torch.randn(4, 4)}, 2, slicing=slicing)
         assert case.forwards.training.cuts == ["layers.0.cut_point", "layers.1.cut_point"]
         check(case, "zb-h1")
+
+
+def measuring(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """Centers its input in evaluation, and measures the center of its output in training."""
+    if not model.training:
+        x = x - model.table
+    y = plain(model, x)
+    if model.training:
+        with torch.no_grad():
+            model.table.lerp_(y.detach().mean(0), 0.5)
+    return y
+
+
+def changing_last(model: Model, x: torch.Tensor) -> torch.Tensor:
+    y = plain(model, x)
+    model.table.add_(1)
+    return y
+
+
+def using_first(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x + model.table)
+
+
+def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
+    """Each rank has its own copy, so others would use old values."""
+    cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
+    with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
+        BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)
+    # Here one rank has all stages.
+    BufferUse(placement=Placement(num_ranks=1, num_chunks=3)).add(cut)
+
+
+def test_a_buffer_that_changes_belongs_to_one_rank_in_later_recordings() -> None:
+    model = Model(plain)
+    use = BufferUse(placement=Placement(num_ranks=3, num_chunks=1))
+    cuts = []
+    for body in (changing_last, using_first):
+        model.body = body
+        forwards = Case(model, {"x": torch.randn(2, 4)}, 2).forwards
+        cuts.append(CutForwards.of(forwards, (1, 1, 1)))
+    use.add(cuts[0])
+    with pytest.raises(ConfigError, match="ranks 0 and 2 .* microbatches of other kinds"):
+        use.add(cuts[1])

@@ -25,6 +25,7 @@ from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
 from megatron.adaptive.modules.recording import Loss, SampledModel, Slicing
 from megatron.adaptive.modules.recordings import (
+    BufferUse,
     CutForwards,
     Example,
     KeptPart,
@@ -268,6 +269,9 @@ def _keep_part(
     model = request.model
     device = mesh.accelerator.device
     cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
+    buffer_use = BufferUse(placement=placement)
+    for cut in cut_examples:
+        buffer_use.add(cut)
     mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
     uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
@@ -284,6 +288,7 @@ def _keep_part(
         pp_rank=mesh.pp_rank,
         device=device,
         recompute=request.recompute,
+        buffer_use=buffer_use,
     )
     ways = {example.forwards.way for example in examples} - {"record"}
     way = min(ways, default="record")

@@ -17,7 +17,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -29,7 +29,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
-from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
+from megatron.adaptive.modules.recompute import Recompute, changed_buffers, recomputed_ranges
 from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel
 from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -211,6 +211,44 @@ class CutForwards:
         )
 
 
+@dataclass(kw_only=True, eq=False)
+class BufferUse:
+    """Contains which ranks use each buffer in any recording.
+
+    Attributes:
+        placement: Assignment of stages to ranks.
+        ranks: Positions in the pipeline of the ranks that use each buffer, by name.
+        changed: Names of the buffers that a forward pass may change.
+    """
+
+    placement: Placement
+    ranks: dict[str, set[int]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+    def add(self, cut: CutForwards) -> None:
+        """Adds a recording.
+
+        Raises:
+            ConfigError: If a buffer changes on a rank, and another rank uses it. The other rank
+                would use old values.
+        """
+        for stage in range(self.placement.num_stages):
+            rank, _ = self.placement.locate(stage)
+            for plan in cut.plans(stage):
+                for name in plan.buffers:
+                    self.ranks.setdefault(name, set()).add(rank)
+        for tape in (cut.forwards.training, cut.forwards.evaluation):
+            self.changed.update(tape.values[number].name for number in changed_buffers(tape))
+        for name in sorted(self.changed):
+            ranks = sorted(self.ranks.get(name, ()))
+            if len(ranks) > 1:
+                raise ConfigError(
+                    f"buffer {name} changes in the forward, and ranks {ranks[0]} and {ranks[1]} of "
+                    "the pipeline use it, in evaluation or in microbatches of other kinds: move "
+                    "the cut point so that only one stage uses it"
+                )
+
+
 def activation_bytes(tape: Tape) -> int:
     """Returns the size in bytes of all tensors of a recording through which gradients flow.
 
@@ -237,6 +275,7 @@ class KeptPart:
         pp_rank: Position of this rank in the pipeline.
         device: Device on which the stages run.
         recompute: Calls that the backward pass runs again.
+        buffer_use: Ranks that use each buffer in the recordings so far.
     """
 
     cuts: tuple[str, ...]
@@ -248,14 +287,16 @@ class KeptPart:
     pp_rank: int
     device: torch.device
     recompute: Recompute
+    buffer_use: BufferUse
 
     def check(self, cut: CutForwards, signature: Signature) -> None:
         """Checks that ranks keep the parameters and buffers that a later recording needs.
 
         Raises:
-            ConfigError: If a rank lacks one. The error is the same on all ranks of the pipeline,
-                except for buffers.
+            ConfigError: If a rank lacks one, or two ranks use a buffer that changes. The error is
+                the same on all ranks of the pipeline, except for lacking buffers.
         """
+        self.buffer_use.add(cut)
         for stage in range(self.placement.num_stages):
             rank, _ = self.placement.locate(stage)
             for plan in cut.plans(stage):
