@@ -10,9 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
+from megatron.adaptive.modules.assembly import _names_to_keep
 from megatron.adaptive.modules.cutting import keep_only, slice_tape
 from megatron.adaptive.modules.recording import Forward, Forwards
+from megatron.adaptive.modules.recordings import CutForwards
 from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.schedule.stage_placement import Placement
 
 from .models import SHARED, Knotty, Tower, knotty, make_batch
 from .ranks import CPU, Case, assert_same
@@ -162,6 +165,23 @@ def test_a_part_of_a_model_is_recorded_again_with_other_shapes() -> None:
     stage_losses, stage_gradients = whole.run("1f1b", 4)
     assert stage_losses == pytest.approx(losses, rel=1e-6)
     assert_same(stage_gradients, gradients)
+
+
+def test_ranks_keep_the_buffers_that_code_of_the_model_reads() -> None:
+    """A later recording reads them again, on ranks whose stages do not use them."""
+
+    def sized(model: Model, x: torch.Tensor) -> torch.Tensor:
+        return plain(model, x) * int(model.table.max()) * int(model.size)
+
+    model = Model(sized)
+    model.register_buffer("size", torch.tensor(3))
+    forwards = Forwards.of(Forward(model), {"x": torch.ones(2, 4)}, "auto")
+    cut = CutForwards.of(forwards, (1, 1, 1))
+    names = _names_to_keep([cut], {}, [], 1, Placement(num_ranks=3, num_chunks=1))
+    assert names == {"table", "size"}
+    keep_only(model, names, CPU)
+    later = Forwards.of(Forward(model), {"x": torch.ones(3, 4)}, "auto")
+    assert later.way == forwards.way == "record"
 
 
 def test_recurrent_layers_keep_their_lists_of_weights() -> None:

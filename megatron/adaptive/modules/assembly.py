@@ -366,6 +366,8 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
+        # Later recordings run the whole model on each rank, and its code reads these again.
+        kept |= cut.forwards.training.read_buffers | cut.forwards.evaluation.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):
                 kept.update(plan.buffers)

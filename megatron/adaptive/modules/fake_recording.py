@@ -205,6 +205,12 @@ class FakeRecorder(CallRecorder):
             result = self._run_with_values(args, kwargs, run, indexed)
             return map_aggregate(result, self._fakes.fake_of)
 
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        """Returns the index on the tape of a tensor, -1 if it is neither there nor in the model."""
+        if id(tensor) not in self._numbers and id(tensor) in self._names:
+            return self._source(tensor)
+        return self._numbers.get(id(tensor), -1)
+
     def _source(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, FakeTensor) and id(tensor) not in self._names:
             self._refuse_constant(tensor)
@@ -238,7 +244,7 @@ class FakeRecorder(CallRecorder):
             for tensor, _ in tensor_paths((args, kwargs))
             if isinstance(tensor, FakeTensor) and tensor is not unread
         ]
-        numbers = [self._numbers.get(id(fake), -1) for fake in fakes]
+        numbers = [self._number_of(fake) for fake in fakes]
         values = None if -1 in numbers else values_on(self.tape, numbers, self._fakes.values)
         if values is None and is_checking():
             return True

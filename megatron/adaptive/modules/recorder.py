@@ -556,11 +556,11 @@ class CallRecorder(TorchFunctionMode):
     def _refuse_reading(self, function: Any, tensors: list[torch.Tensor]) -> None:
         """Raises a ``ReadsValueError`` if a call reads a value that may vary by microbatch."""
         name = getattr(function, "__name__", "")
-        if name not in READING or self._freeze or is_checking():
+        if name not in READING or is_checking():
             return
-        for tensor in tensors:
+        self._reads.extend(_Read(self._sources_of(tensor), where()) for tensor in tensors)
+        for tensor in tensors if not self._freeze else ():
             number = self._numbers.get(id(tensor))
-            self._reads.append(_Read(self._sources_of(tensor), where()))
             is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
@@ -584,6 +584,15 @@ class CallRecorder(TorchFunctionMode):
                 if value.made_by >= 0:
                     waiting.extend(self.tape.calls[value.made_by].reads)
         return storages - {0}
+
+    def note_buffers(self) -> None:
+        """Writes the names of the buffers that Python code read on the tape."""
+        storages = {storage for read in self._reads for storage in read.storages}
+        self.tape.read_buffers = {
+            attribute.name
+            for attribute in self._attributes
+            if attribute.is_buffer and self._storage(attribute.tensor) in storages
+        }
 
     def check_reads(self) -> None:
         """Checks that the forward pass changes no buffer whose values Python code read.

@@ -359,6 +359,7 @@ def _recorded(
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
         with custom_functions(recorder), mapped_functions(recorder), recorder:
             loss = forward(inputs) if run is None else run(**inputs)
+        recorder.note_buffers()
         if not freeze:
             recorder.check_reads()
         recorder.check_attributes()

@@ -91,6 +91,7 @@ class Tape:
         device: Device on which the forward pass was recorded.
         aliases: Maps the first name of a parameter or buffer with several names to its other names.
         autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
+        read_buffers: Names of the buffers whose values Python code of the model read.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Tape:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    read_buffers: set[str] = field(default_factory=set)
 
     @property
     def num_segments(self) -> int:
