@@ -369,3 +369,16 @@ def test_what_is_trained_stays_what_was_recorded(opened: list[Pipeline], trained
     model.first.weight.requires_grad_(trained)
     with pytest.raises(ConfigError, match=f"requires_grad of first.weight is {trained}.*before"):
         opened[0].step([part])
+
+
+def test_a_new_length_is_recorded_in_inference_mode(opened: list[Pipeline]) -> None:
+    sample = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
+    opened.append(Pipeline(Scorer(), [sample]))
+    with torch.inference_mode():
+        longer = {"x": torch.randn(3, 4), "y": torch.tensor([0, 2, 1])}
+        loss = opened[0].eval([longer])
+    longer = {name: tensor.clone() for name, tensor in longer.items()}
+    step_loss, gradients = expected(Scorer(), [longer], [1.0])
+    assert loss == pytest.approx(step_loss, rel=1e-5)
+    assert opened[0].step([longer])[0] == pytest.approx(step_loss, rel=1e-5)
+    require_equal(opened[0], gradients)

@@ -191,7 +191,9 @@ class Forwards:
     evaluation: Tape
     way: str
 
+    # In inference mode, tensors have no version numbers, by which the recorder sees changes.
     @classmethod
+    @torch.inference_mode(mode=False)
     def of(
         cls,
         forward: Forward,
