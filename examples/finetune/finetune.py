@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.adaptive.errors import AdaptiveError
 
 Microbatch = dict[str, torch.Tensor]
 IGNORED = -100  # label of tokens that are not learned
+MARK = re.compile(r"{%-?\s*generation\s*-?%}")  # begin of an answer in a chat template
 
 
 def encode(processor: Any, line: str, options: argparse.Namespace) -> Microbatch:
@@ -42,7 +44,7 @@ def encode(processor: Any, line: str, options: argparse.Namespace) -> Microbatch
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            return_assistant_tokens_mask="{% generation %}" in (processor.chat_template or ""),
+            return_assistant_tokens_mask=bool(MARK.search(processor.chat_template or "")),
         )
     else:
         batch = processor(text=sample["text"], return_tensors="pt")
@@ -126,7 +128,9 @@ def main() -> None:
     options = parse()
     processor = AutoProcessor.from_pretrained(options.model)
     lines = options.data.read_text(encoding="utf-8").splitlines()
-    samples = [encode(processor, line, options) for line in lines if line.strip()]
+    encoded = [encode(processor, line, options) for line in lines if line.strip()]
+    # An answer behind --max-length leaves nothing to learn.
+    samples = [sample for sample in encoded if num_learned([sample]) != [0]]
     random.Random(options.seed).shuffle(samples)
     adapter = None
     if options.lora_rank:

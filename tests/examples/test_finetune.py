@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,3 +107,26 @@ def test_a_folder_is_tuned_and_saved(tmp_path: Path, rank: int) -> None:
     loss = tuned(**text, labels=text["input_ids"]).loss
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loss < before(**text, labels=text["input_ids"]).loss - (0 if rank else 1)
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
+def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
+    """However the template writes the tag around them."""
+    spec = importlib.util.spec_from_file_location(
+        "finetune", ROOT / "examples/finetune/finetune.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    finetune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetune)
+    write_model(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
+    question = {"role": "user", "content": "one?"}
+    answer = {"role": "assistant", "content": "two"}
+    options = SimpleNamespace(max_length=64, length_multiple=8)
+    line = json.dumps({"messages": [question, answer]})
+    labels = finetune.encode(tokenizer, line, options)["labels"][0]
+    assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
+    options.max_length = 4
+    assert finetune.num_learned([finetune.encode(tokenizer, line, options)]) == [0]
