@@ -109,8 +109,8 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
 
 def _host_random_state() -> tuple[Any, ...]:
     """Returns the states of the random generators of Python and numpy."""
-    _, keys, *others = numpy.random.get_state()
-    return (random.getstate(), bytes(keys), *others)
+    state: Any = numpy.random.get_state()
+    return (random.getstate(), state[1].tobytes(), *state[2:])
 
 
 def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
