@@ -34,7 +34,8 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions
   --all           --test, --rdma, --views, --lab, --slurm and --versions: what scripts/test.sh --all
                   needs
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
-  --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
+  --examples      also what examples/cutpoint and examples/finetune need: transformers and PEFT (in --test
+                  as well)
   --gpu-target    an environment like that of a machine with GPUs, which needs none: Python 3.12, torch
                   2.11.0 with CUDA 13.0, and what --test installs; 7 GB, kept for all checkouts in
                   ~/.cache/megatron-adaptive/gpu-target (XDG_CACHE_HOME); for

@@ -29,7 +29,6 @@ from megatron.adaptive.errors import AdaptiveError
 
 Microbatch = dict[str, torch.Tensor]
 IGNORED = -100  # label of tokens that are not learned
-MARK = re.compile(r"{%-?\s*generation\s*-?%}")  # begin of an answer in a chat template
 
 
 def encode(processor: Any, line: str, options: argparse.Namespace) -> Microbatch:
@@ -39,17 +38,20 @@ def encode(processor: Any, line: str, options: argparse.Namespace) -> Microbatch
     """
     sample = json.loads(line)
     if "messages" in sample:
+        template = str(processor.chat_template)
         batch = processor.apply_chat_template(
             sample["messages"],
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            return_assistant_tokens_mask=bool(MARK.search(processor.chat_template or "")),
+            return_assistant_tokens_mask=re.search(r"{%-?\s*generation\b", template) is not None,
         )
     else:
         batch = processor(text=sample["text"], return_tensors="pt")
     entries = {name: torch.as_tensor(entry) for name, entry in batch.items()}
-    learned = entries.pop("assistant_masks", entries["attention_mask"]).reshape(1, -1)
+    # Padding follows the text, so no token of the text attends to it, and no mask is needed.
+    every_token = entries.pop("attention_mask")
+    learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
     entries["labels"] = entries["input_ids"].masked_fill(learned == 0, IGNORED)
     shape = entries["input_ids"].shape
     length = min(shape[1], options.max_length)
@@ -84,6 +86,8 @@ def train(pipeline: Pipeline, samples: list[Microbatch], options: argparse.Names
 
         run = wandb.init(project=options.wandb, config=vars(options))
     steps = len(samples) // options.batch_size * options.epochs
+    if not steps:
+        sys.exit(f"error: {len(samples)} samples are left to train on: lower --batch-size")
     for epoch in range(options.epochs):
         random.Random(options.seed + epoch).shuffle(samples)
         for start in range(0, len(samples) - options.batch_size + 1, options.batch_size):
@@ -148,8 +152,12 @@ def main() -> None:
         pipeline_size=options.pipeline_size,
         schedule=options.schedule,
         seed=options.seed,
-        # Sizes of images decide how many tokens they become.
-        decisive_entries=[name for name in set().union(*kinds) if name.endswith("_grid_thw")],
+        # Their values decide shapes: sizes of images, and which tokens stand for images.
+        decisive_entries=[
+            name
+            for name in sorted(set().union(*kinds))
+            if name.endswith("_grid_thw") or name == "mm_token_type_ids"
+        ],
     ) as pipeline:
         train(pipeline, samples, options)
         pipeline.save_pretrained(options.output)

@@ -144,3 +144,12 @@ def test_the_share_of_attention_follows_the_model() -> None:
     assert by_cost[0] > 1.5 * by_cost[-1]
     assert lengths("--slice-cut equal-length") == [2048] * 4
     assert lengths("--window-size 127,0") == [2048] * 4
+
+
+def test_elastic_jobs_do_not_measure_speeds_of_varying_slices() -> None:
+    text = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 64 --lr 1e-3"
+    text += " --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4"
+    text += " --train-iters 1 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer"
+    for flags, balance in (("", "both"), (LENGTHS + " 16", "lengths")):
+        config = parse([*text.split(), *flags.split()], world_size=2).in_elastic_job()
+        assert config.balance == balance

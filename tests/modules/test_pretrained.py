@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.modules import Pipeline
 
 from ..multiprocess.launch import run_ranks, tail
@@ -148,6 +148,11 @@ def test_a_folder_that_is_wrong_is_named_in_one_line(
     assert "\n" not in str(caught.value)
     for text in (str(folder), *expected_texts):
         assert text in str(caught.value)
+
+
+def test_weights_come_from_the_folder_alone(folders: Path) -> None:
+    with pytest.raises(ConfigError, match="initialize was given to from_pretrained"):
+        Pipeline.from_pretrained(folders / "tied", BATCH, initialize=print)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

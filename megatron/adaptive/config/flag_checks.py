@@ -94,7 +94,8 @@ balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
     | it gives every replica the same number of microbatches
-slice_tokens excludes sequence_slices pack_to | it decides how many slices and tokens a row has
+slice_tokens excludes sequence_slices pack_to
+    | --slice-tokens decides how many slices and tokens a row has
 slice_tokens+variable_seq_lengths excludes micro_batch_size>1
     | a microbatch is one row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens

@@ -246,6 +246,9 @@ class TrainerConfig:
         """Returns these settings with the defaults for a job that ``train elastic`` starts."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
+        # Speeds of replicas cannot be measured if the number of slices differs between steps.
+        if self.schedule.slice_tokens is not None:
+            return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
         return dataclasses.replace(self, schedule=schedule)
 

@@ -350,7 +350,16 @@ class Pretrained:
     has_adapters: bool
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the user's settings of a pipeline, completed for this model."""
+        """Returns the user's settings of a pipeline, completed for this model.
+
+        Raises:
+            ConfigError: If the settings contain ``initialize``.
+        """
+        if "initialize" in settings:
+            raise ConfigError(
+                "initialize was given to from_pretrained, which reads all tensors from the folder: "
+                "leave it out, or build the model on the meta device and call Pipeline"
+            )
 
         def initialize(tensors: Mapping[str, torch.Tensor]) -> None:
             self.weights.initialize(tensors)

@@ -193,11 +193,11 @@ class _Read:
 
     Attributes:
         storages: Addresses of the memory of the tensors from which it was computed, and its own.
-        place: File and line of the code.
+        code_line: File and line of the code.
     """
 
     storages: set[int]
-    place: str
+    code_line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,8 +607,8 @@ class CallRecorder(TorchFunctionMode):
                 storage = self._storage(attribute.tensor)
                 if attribute.is_buffer and storage in changed & read.storages:
                     raise ReadsValueError(
-                        f"{read.place} looks at the values of buffer {attribute.name}, which the "
-                        'forward changes: compute with tensors there, or give slicing="record" '
+                        f"{read.code_line} looks at the values of buffer {attribute.name}, which "
+                        'the forward changes: compute with tensors there, or give slicing="record" '
                         "if the answer is always the sample's"
                     )
 

@@ -191,7 +191,7 @@ class Forwards:
     evaluation: Tape
     way: str
 
-    # In inference mode, tensors have no version numbers, by which the recorder sees changes.
+    # The recorder sees changes of a tensor by its version, which it lacks in inference mode.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -354,8 +354,8 @@ def _recorded(
         freeze: Whether to allow Python to read tensor values, which are then the same for every
             microbatch, instead of raising an error.
     """
-    # The forward pass may change its inputs in place, and the recorder tells them apart by their
-    # identity, even if a microbatch holds one tensor under two names.
+    # The forward pass may change its inputs in place. And the recorder identifies an input by its
+    # tensor object, but a microbatch may contain one object under two names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
