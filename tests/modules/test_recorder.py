@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -176,6 +177,10 @@ def by_number(model: Model, x: torch.Tensor) -> torch.Tensor:
     return plain(model, x) * x.sum().item()
 
 
+def by_memory(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return plain(model, x) * float(numpy.from_dlpack(x).sum())
+
+
 def by_derivative(model: Model, x: torch.Tensor) -> torch.Tensor:
     return plain(model, x) * torch.func.grad(lambda row: row.square().sum())(x)
 
@@ -226,6 +231,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
         (skipped, ["cuts.1", "not passed", "control flow"]),
         (by_number, ["test_recorder.py", "by_number", "item", "exported module reads values"]),
+        (by_memory, ["test_recorder.py", "by_memory", "__dlpack__"]),
         (by_derivative, ["test_recorder.py", "torch.func", "only vmap"]),
         (by_value, ["test_recorder.py", "by_value", "values of a tensor", "__bool__"]),
         (by_chance, ["test_recorder.py", "by_chance", "values of a tensor"]),
@@ -260,6 +266,14 @@ def kept_outside(model: Model, x: torch.Tensor) -> torch.Tensor:
     return plain(model, shifted)
 
 
+def kept_in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "mean"):
+        model.mean = torch.zeros(4)
+        return plain(model, x)
+    model.mean.add_(x.mean(0))
+    return plain(model, x - model.mean)
+
+
 def counting(model: Model, x: torch.Tensor) -> torch.Tensor:
     model.table.add_(1)
     return plain(model, x) / model.table.max().item()
@@ -287,6 +301,7 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
     [
         (kept_state, ["assigns another tensor to table", "copy_"]),
         (kept_outside, ["assigns another tensor to mean", "buffer"]),
+        (kept_in_place, ["changes mean", "no buffer", "register_buffer"]),
         (counting, ["test_recorder.py", "counting", "buffer table", "forward changes"]),
         (hooked, ["test_recorder.py", "hooked", "hook for a gradient"]),
         (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "generator of its own"]),

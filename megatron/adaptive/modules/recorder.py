@@ -37,6 +37,7 @@ READING = frozenset(
         "tolist",
         "numpy",
         "__array__",
+        "__dlpack__",
         "__contains__",
         "equal",
         "allclose",
@@ -616,9 +617,19 @@ class CallRecorder(TorchFunctionMode):
         """Checks that no attribute carries a tensor from one microbatch to the next.
 
         Raises:
-            ConfigError: If the forward pass puts another tensor in place of one that it used.
+            ConfigError: If the forward pass puts another tensor in place of one that it used, or
+                changes one that is no buffer.
         """
+        tape = self.tape
+        changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
+        buffers = (attribute.tensor for attribute in self._attributes if attribute.is_buffer)
+        changed -= {0, *map(self._storage, buffers)}
         for attribute in self._attributes:
+            if self._storage(attribute.tensor) in changed:
+                raise ConfigError(
+                    f"the forward changes {attribute.name}, which is no buffer, so the recording "
+                    "loses the change: register it with register_buffer"
+                )
             tensor = attribute.current
             number = self._numbers.get(id(tensor))
             is_used = attribute.is_buffer or id(attribute.tensor) in self._numbers
