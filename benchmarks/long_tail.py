@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import Result, Row, measure, parser_of  # noqa: E402
+from harness.processes import fork_ranks  # noqa: E402
+from harness.report import Result, Row, measure, parser_of  # noqa: E402
 from megatron.adaptive.config.sequence_slices import Cut, SliceRule  # noqa: E402
 from megatron.adaptive.data.loader import Batching, LengthMicrobatches  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
@@ -53,9 +53,9 @@ class Way(NamedTuple):
     """One way to run the documents of a step: its schedule, and the microbatches with their cuts.
 
     Attributes:
-        schedule: name of the schedule.
-        in_v: whether each rank has two chunks, in a V, and splits its backward.
-        cuts: where each microbatch is cut; its documents.
+        schedule: Name of the schedule.
+        in_v: Whether each rank has two chunks, in a V, and separate weight gradients.
+        cuts: Documents of each microbatch, and the positions where it is cut.
     """
 
     schedule: str
@@ -64,14 +64,14 @@ class Way(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """Where stages are."""
+        """Returns the assignment of stages to ranks."""
         return Placement(
             num_ranks=RANKS, num_chunks=1 + self.in_v, kind="v" if self.in_v else "loop"
         )
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Tokens of each item, and its cost of attention."""
+        """Returns the number of tokens of each item, and its cost of attention."""
         return [
             (
                 sum(part.end - part.start for part in parts),
@@ -85,7 +85,7 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Times of all actions: attention takes twice as long in B, and has no W."""
+        """Returns the times of all actions; attention takes twice as long in B, and has no W."""
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks
         return {
@@ -124,8 +124,9 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.emulated.ours import Channels, EmulatedStages
-    from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers
+    from benchmarks.emulated.ours import EmulatedStages
+    from benchmarks.emulated.work import RankWork
+    from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers
 
     sharpen_timers()
     sleeper = Sleeper()

@@ -146,8 +146,8 @@ def test_a_move_that_gained_nothing_is_taken_back(
     job = SimpleNamespace(
         gather=lambda measured: [measured], on_first=lambda decide: (None, after_s, False)
     )
-    schedule = SimpleNamespace(repartition_gain=0.05, sequence_slices=1)
-    job.config = SimpleNamespace(schedule=schedule)
+    schedule = SimpleNamespace(repartition_gain=0.05)
+    job.config = SimpleNamespace(schedule=schedule, constant_slices=1)
     repartitioner = object.__new__(Repartitioner)
     vars(repartitioner).update(
         _run=SimpleNamespace(job=job),
