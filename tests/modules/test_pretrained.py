@@ -153,6 +153,8 @@ def test_a_folder_that_is_wrong_is_named_in_one_line(
 def test_weights_come_from_the_folder_alone(folders: Path) -> None:
     with pytest.raises(ConfigError, match="initialize was given to from_pretrained"):
         Pipeline.from_pretrained(folders / "tied", BATCH, initialize=print)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="dtype 'bf16': give a type"):
+        Pipeline.from_pretrained(folders / "tied", BATCH, dtype="bf16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,8 @@ def test_one_process_saves_one_file_to_a_new_folder(folders: Path, tmp_path: Pat
         ]
         with pytest.raises(AdaptiveError, match="saved exists and is not empty: name a new folder"):
             pipeline.save_pretrained(output)
+        with pytest.raises(ConfigError, match="shard_bytes None: give a whole number"):
+            pipeline.save_pretrained(tmp_path / "other", shard_bytes=None)  # type: ignore[arg-type]
     original = safetensors.load_file(folders / "experts" / "model.safetensors")
     saved = safetensors.load_file(output / "model.safetensors")
     assert saved.keys() == original.keys()

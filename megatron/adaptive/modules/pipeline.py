@@ -214,7 +214,7 @@ class Pipeline:
         sample_batch: Batch,
         *,
         adapter: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | Literal["auto"] | None = None,
         trust_remote_code: bool = False,
         **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
@@ -227,7 +227,8 @@ class Pipeline:
             sample_batch: Batch that shows what batches contain, as for :class:`Pipeline`.
             adapter: ``LoraConfig`` of PEFT. Then only adapters are trained. ``None`` trains all
                 parameters.
-            dtype: Element type of the parameters, ``None`` for the type in ``config.json``.
+            dtype: Element type of the parameters; ``auto`` and ``None`` mean the type in
+                ``config.json``.
             trust_remote_code: Whether Python code in the folder may be run.
             settings: Other arguments of :class:`Pipeline`, by name.
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -371,20 +371,29 @@ class Pretrained:
 
 
 def open_pretrained(
-    folder: Path, *, adapter: Any, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path,
+    *,
+    adapter: Any,
+    dtype: torch.dtype | Literal["auto"] | None,
+    trust_remote_code: bool,
 ) -> Pretrained:
     """Builds the model of a folder on the ``meta`` device and checks the files with its weights.
 
     Args:
         folder: Folder of the model.
         adapter: ``LoraConfig`` of PEFT, ``None`` to train all parameters.
-        dtype: Element type of the parameters, ``None`` for the type in the configuration.
+        dtype: Element type of the parameters; ``auto`` and ``None`` mean the type in the
+            configuration.
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or does not fit the configuration.
         ConfigError: If the model is quantized or cannot be built, or the adapter does not fit.
     """
+    if dtype == "auto":
+        dtype = None
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype {dtype!r}: give a type such as torch.bfloat16, or 'auto'")
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model = build_on_meta(folder, config, dtype)
     weights = PretrainedWeights(folder, model)

@@ -35,6 +35,7 @@ from megatron.adaptive.checkpoint.safetensors import (
 from megatron.adaptive.config.hugging_face import SINGLE
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.adapters import adapter_file, is_adapted
+from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.pretrained import transformers_module
 
@@ -57,7 +58,7 @@ def save_pretrained(
     """Writes the model, or its adapters if it has any. Collective over all ranks.
 
     Args:
-        folder: Folder to write, which must not exist or be empty.
+        folder: Folder to write, new or empty.
         model: Model of which each rank holds a part.
         held: Parameters and buffers of this rank, by name in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -66,8 +67,10 @@ def save_pretrained(
 
     Raises:
         CheckpointError: If the folder cannot be written.
-        ConfigError: If the model is not one of ``transformers``, or the folder is not empty.
+        ConfigError: If the model is not one of ``transformers``, the folder is not empty, or
+            ``shard_bytes`` is no whole number.
     """
+    require_whole(1, shard_bytes=shard_bytes)
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
