@@ -174,7 +174,7 @@ class Check:
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
-        """Returns the seconds that a part may take, without the planned ones of later parts."""
+        """Returns the most seconds for a part that leave later parts their planned times."""
         spare_s = self._end_s - time.monotonic()
         for other in later:
             if spare_s - other.planned_s >= part.planned_s:

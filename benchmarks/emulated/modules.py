@@ -86,7 +86,7 @@ class EmulatedChunk(torch.nn.Module):
 
 
 class PeerRunner:
-    """Runs a schedule of another library. All ranks make theirs at the same time.
+    """Runs a schedule of another library. All ranks must create their runners together.
 
     Args:
         competitor: Competitor to run.

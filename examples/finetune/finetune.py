@@ -25,7 +25,7 @@ import torch
 from transformers import AutoProcessor
 
 from megatron.adaptive import Pipeline
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 Microbatch = dict[str, torch.Tensor]
 IGNORED = -100  # label of tokens that are not learned
@@ -61,6 +61,32 @@ def encode(processor: Any, line: str, options: argparse.Namespace) -> Microbatch
             padding = (0, -length % options.length_multiple)
             entries[name] = torch.nn.functional.pad(entry[:, :length], padding, value=value)
     return entries
+
+
+def read_samples(processor: Any, options: argparse.Namespace) -> list[Microbatch]:
+    """Reads all samples that have something to learn, in random order."""
+    samples = []
+    try:
+        lines = options.data.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {options.data} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            samples.append(encode(processor, line, options))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{options.data}:{number} is no sample ({type(error).__name__}: {reason}): give an "
+                "object with text, or with messages for the chat template"
+            ) from None
+    # An answer behind --max-length leaves nothing to learn.
+    samples = [sample for sample in samples if num_learned([sample]) != [0]]
+    if not samples:
+        raise ConfigError(f"--data {options.data} has no samples with something to learn")
+    random.Random(options.seed).shuffle(samples)
+    return samples
 
 
 def num_learned(batch: list[Microbatch]) -> list[float]:
@@ -130,12 +156,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Fine-tunes the model and saves it as a folder that transformers and vLLM read."""
     options = parse()
-    processor = AutoProcessor.from_pretrained(options.model)
-    lines = options.data.read_text(encoding="utf-8").splitlines()
-    encoded = [encode(processor, line, options) for line in lines if line.strip()]
-    # An answer behind --max-length leaves nothing to learn.
-    samples = [sample for sample in encoded if num_learned([sample]) != [0]]
-    random.Random(options.seed).shuffle(samples)
+    # Wrong paths should end the program now, not after the training.
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise ConfigError(f"--output {options.output} exists and is not empty: name a new folder")
+    try:
+        processor = AutoProcessor.from_pretrained(options.model, local_files_only=True)
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--model {options.model} has no tokenizer or processor that transformers can read: "
+            "name the folder of a model"
+        ) from None
+    samples = read_samples(processor, options)
     adapter = None
     if options.lora_rank:
         from peft import LoraConfig

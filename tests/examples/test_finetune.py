@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.adaptive.errors import ConfigError
+
 from ..multiprocess.launch import ROOT, environment
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
@@ -109,9 +111,8 @@ def test_a_folder_is_tuned_and_saved(tmp_path: Path, rank: int) -> None:
     assert loss < before(**text, labels=text["input_ids"]).loss - (0 if rank else 1)
 
 
-@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
-def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """However the template writes the tag around them."""
+def load_example() -> Any:
+    """Imports the example as a module."""
     spec = importlib.util.spec_from_file_location(
         "finetune", ROOT / "examples/finetune/finetune.py"
     )
@@ -119,6 +120,13 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
     assert spec.loader is not None
     finetune = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetune)
+    return finetune
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
+def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
+    """However the template writes the tag around them."""
+    finetune = load_example()
     write_model(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
@@ -130,3 +138,33 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
     assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
     options.max_length = 4
     assert finetune.num_learned([finetune.encode(tokenizer, line, options)]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"--model": "nowhere"}, "--model nowhere has no tokenizer"),
+        ({"--data": "nowhere.jsonl"}, "--data nowhere.jsonl cannot be read"),
+        ({"--data": "wrong.jsonl"}, "wrong.jsonl:2 is no sample (KeyError: 'text')"),
+        ({"--data": "broken.jsonl"}, "broken.jsonl:1 is no sample (JSONDecodeError: "),
+        ({"--data": "empty.jsonl"}, "--data empty.jsonl has no samples"),
+        ({"--output": "model"}, "--output model exists and is not empty: name a new folder"),
+    ],
+)
+def test_wrong_input_is_named_in_one_line_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    write_data(tmp_path / "train.jsonl")
+    Path("wrong.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
+    Path("broken.jsonl").write_text('{"text": \n')
+    Path("empty.jsonl").write_text("\n")
+    options = {"--model": "model", "--data": "train.jsonl", "--output": "tuned", **flags}
+    program = load_example()
+    arguments = [argument for option in options.items() for argument in option]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *arguments])
+    with pytest.raises(ConfigError) as caught:
+        program.main()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -277,7 +277,7 @@ class LightAgent(Agent):
             self._ranks.clear()
 
     def lose(self, *, silently: bool) -> None:
-        """Closes the connection, or only stops the heartbeats.
+        """Closes the connection, or keeps it open and only stops the heartbeats.
 
         Args:
             silently: Whether to stop the heartbeats.

@@ -96,7 +96,7 @@ class Record:
 
     @property
     def last(self) -> int:
-        """Largest iteration that ended."""
+        """Number of the last iteration that was completed."""
         done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 

@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
 STEPS, QUICK_STEPS, WARM_UP = 30, 10, 3
 SIZES = {"mlp": 256, "vit": 16}
-"""Number of samples of a step, by model of ``examples/cutpoint``."""
+"""Number of samples per step for each model of ``examples/cutpoint``."""
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:

@@ -194,7 +194,7 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Returns how many of a visible command line and a visible file with a secret are found."""
+    """Plants a secret in a command line and a file, and returns how many of both are found."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
