@@ -52,6 +52,8 @@ share=()
 if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
   free_mib=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
   share=(-n $((free_mib < 12000 ? 2 : 3)) --dist loadfile --no-loadscope-reorder)
+  # With files kept whole, pytest-xdist waits for ever once it has replaced a process that was lost.
+  share+=(--max-worker-restart 0)
 fi
 # Ranks of a test share the machine: more threads per rank only get in each other's way.
 export OMP_NUM_THREADS=1

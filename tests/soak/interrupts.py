@@ -30,6 +30,7 @@ import psutil
 from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER
+from tests.multiprocess.forked_nodes.sitecustomize import fork_of
 from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
@@ -194,9 +195,9 @@ class RunningJob:
                 self.family[pid] = process
                 roles[pid] = f"{_role(process)} of depth {depth}"
                 left += [(child.pid, depth + 1) for child in process.children()]
-                if self._forks and (pid_file := Path(f"{self._forks}-{pid}")).exists():
+                if self._forks and (forked := fork_of(self._forks, pid)):
                     roles[pid] = "stand-in"
-                    left.append((int(pid_file.read_text() or 0), depth))
+                    left.append((forked, depth))
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:

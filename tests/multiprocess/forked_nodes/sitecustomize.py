@@ -54,7 +54,7 @@ def ask(files: list[int], words: list[str]) -> None:
             return
         limits = {n: resource.getrlimit(n) for n in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
         given = {"pid": os.getpid(), "variables": dict(os.environ), "folder": os.getcwd()}
-        given |= {"words": words, "limits": limits}
+        given |= {"words": words, "limits": limits, "started": started("self")}
         socket.send_fds(link, [json.dumps(given).encode() + b"\n"], files)
         if not words:
             os.close(files[0])
@@ -62,6 +62,35 @@ def ask(files: list[int], words: list[str]) -> None:
             signal.signal(number, lambda number, _: link.send(bytes([number])) and None)
         status = int(link.recv(64) or 1)
     _end(status)
+
+
+def started(pid: int | str) -> str:
+    """Returns when a process started, in clock ticks since boot; empty if there is no such process.
+
+    Numbers of processes are used again: only with this time is a number that was read earlier still
+    the same process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def fork_of(path: str, pid: int) -> int | None:
+    """Returns the process that was forked for one that asked, ``None`` if it asked for none.
+
+    Args:
+        path: Path of the server's socket.
+        pid: Number of the process that may have asked.
+    """
+    try:
+        with open(f"{path}-{pid}") as file:
+            asked_at, forked, forked_at = file.read().split()
+    except (OSError, ValueError):
+        return None
+    is_same = asked_at == started(pid) and forked_at == started(forked)
+    return int(forked) if is_same else None
 
 
 def _end(status: int) -> None:
@@ -194,7 +223,7 @@ def _become(peer: int, given: dict[str, Any], first: int, output: int, error: in
             resource.setrlimit(int(name), limit)
         # Torch gives launchers another name, so that tests find a forked process by this file.
         with open(f"{given['variables'][SOCKET]}-{given['pid']}", "w") as told:
-            told.write(str(os.getpid()))
+            told.write(f"{given['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
         os.environ.update(given["variables"])
         os.chdir(given["folder"])
