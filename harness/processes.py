@@ -89,19 +89,22 @@ def train(
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def run_module(module: str, *arguments: object, limit_s: float, **variables: str) -> Any:
+def run_module(
+    module: str, *arguments: object, limit_s: float, prefix: Sequence[str] = (), **variables: str
+) -> Any:
     """Runs a module as a program; returns the JSON that it prints.
 
     Args:
         module: Name of the module.
         arguments: Arguments of the program.
         limit_s: Seconds after which it is killed.
+        prefix: Command that runs the program, such as ``unshare`` with its options.
         variables: Further variables of the environment.
 
     Raises:
         RuntimeError: The program failed, or the time limit passed.
     """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [*prefix, sys.executable, "-m", module, *map(str, arguments)]
     try:
         done = subprocess.run(
             command,

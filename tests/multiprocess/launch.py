@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import random
 import select
 import shutil
 import signal
@@ -33,6 +34,7 @@ WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 120.0
 GRACE_S = 2.0
 
@@ -179,9 +181,16 @@ def forkserver(python_path: str = str(ROOT)) -> Forkserver:
 
 
 def free_port() -> int:
-    """Returns a port of TCP that nobody listens at; somebody else may take it."""
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Returns a port of TCP at which nobody listens, and which the system gives to nobody.
+
+    A port of the system's own range could be taken before the test opens it.
+    """
+    first = int(PORT_RANGE.read_text().split()[0])
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(min(10_000, first // 2), first)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def wait_until(
