@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.processes import children_of
 from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER
@@ -195,7 +196,7 @@ class RunningJob:
                     continue
                 self.family[pid] = process
                 roles[pid] = f"{_role(process)} of depth {depth}"
-                left += [(child.pid, depth + 1) for child in process.children()]
+                left += [(child, depth + 1) for child in children_of(pid)]
                 if self._forks and (forked := fork_of(self._forks, pid)):
                     roles[pid] = "stand-in"
                     left.append((forked, depth))
