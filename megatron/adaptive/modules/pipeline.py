@@ -25,7 +25,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.hang_guard import HangGuard
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-    from megatron.adaptive.errors import AdaptiveError, ConfigError
+    from megatron.adaptive.errors import ConfigError
     from megatron.adaptive.modules.assembly import (
         Initialize,
         PipelineOptions,
@@ -320,8 +320,8 @@ class Pipeline:
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
-        except AdaptiveError:
-            self._mesh.close()
+        except Exception as error:
+            self._mesh.close_after(error)
             raise
         self._update = self._assembly.update
         self._maker = StepMaker(request, form, self._assembly, self._mesh, self._orders.placement)
