@@ -60,6 +60,11 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
             former="train",
         ),
         Subcommand(
+            "train finetune",
+            "finetune.main",
+            "a folder of transformers, on conversations or text, also with images",
+        ),
+        Subcommand(
             "train elastic",
             "run.main",
             "a job that goes on in another layout when machines join or leave",
@@ -208,6 +213,7 @@ _ADVICE = {
 which one to take:
   to see it work, here and now                          train single
   Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
+  any model of transformers, to fine-tune it            train finetune
   machines that join, leave or fail while it trains     train elastic
   any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
   a command line of Megatron-LM, all of its features    train megatron-lm
