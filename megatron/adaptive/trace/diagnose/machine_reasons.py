@@ -35,10 +35,10 @@ from megatron.adaptive.trace.machine_counters import (
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that a counter must show to be the reason."""
+"""Minimum fraction of the lost time that the counters of the reasons must show together."""
 
 EXPLAINS_TOO = 0.2
-"""Minimum fraction of the lost time that a counter must show to be named as well."""
+"""Minimum fraction of the lost time that a counter must show to be one of the reasons."""
 
 COUNTS = 0.05
 """Minimum fraction of the steps in which a counter must show a wait, to be named at all."""
@@ -153,24 +153,25 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         return []
     busy_ns = float(np.nansum(m.action_ns[chosen, column].astype(np.float64)))
     lost = busy_ns / elapsed_ns * (1 - 1 / factor)
-    main: list[Reason] = []
-    further: list[Reason] = []
+    parts: list[tuple[float, _Wait]] = []
     for wait in _WAITS:
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
         # Pressure on disks is that of all programs, of which this rank need not be one.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
-        if not is_own or mean < COUNTS or excess < EXPLAINS_TOO * lost:
-            continue
-        if excess >= EXPLAINS * lost and not main:
-            main.append(_reason(m, wait, [column], chosen))
-        elif not main or (main[0].counter, wait.counter) not in _CONTAINED:
-            further.append(_reason(m, wait, [column], chosen))
+        is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
+        if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
+            parts.append((excess, wait))
+    reasons = []
+    if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
+        # Stable: of those that explain enough alone, the first in the table comes first.
+        parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
+        reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     clock = _slow_clock(m, column, chosen, factor)
     if clock is not None:
-        main.append(clock)
-    return main + further if main else []
+        reasons.append(clock)
+    return reasons
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
