@@ -36,10 +36,10 @@ from megatron.adaptive.trace.machine_counters import (  # noqa: E402
     DISK_WAIT,
     MEMORY_WAIT,
     PROCESSOR_WAIT,
-    RESENT_SEGMENTS,
     STEAL,
     THROTTLED,
 )
+from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS  # noqa: E402
 from megatron.adaptive.trace.read import read_run  # noqa: E402
 from tests.multiprocess.launch import Ranks, tail  # noqa: E402
 from tests.support.control_groups import (  # noqa: E402

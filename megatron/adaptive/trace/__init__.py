@@ -7,7 +7,7 @@ Used while training (imports neither torch nor a drawing package):
 - ``status_files``  file with each rank's current action, and file with the run's progress
 - ``files``         atomic writes; optional files, whose loss does not stop a run
 - ``clock``         compares the clocks of a running job; puts all ranks of a run on one clock
-- ``machine_counters`` counts what kept a rank from computing; ``tcp_counters`` its lost packets
+- ``machine_counters`` counts what kept a rank from computing; ``network_counters`` packets
 - ``hang_watch``    separate process that finds the rank that a hanging job waits for
 
 Used to read a trace:

@@ -28,7 +28,7 @@ _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RecordedCall:
     """Describes a collective, or a message, on one rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class Dump:
     """
 
     rank: int
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     members: Mapping[str, tuple[int, ...]]
     begun: Mapping[str, int]
 
@@ -85,7 +85,7 @@ class StuckCall:
             empty if all called the same.
     """
 
-    call: Call
+    call: RecordedCall
     waiting: tuple[int, ...]
     late: tuple[int, ...]
     missing: tuple[int, ...]
@@ -168,9 +168,9 @@ def read_dumps(folder: Path) -> list[Dump]:
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
     """Finds the collectives and messages that do not end, and the ranks that hold them up."""
     by_rank = {dump.rank: dump for dump in dumps}
-    pending: dict[tuple[str, bool, int, str], list[Call]] = {}
+    pending: dict[tuple[str, bool, int, str], list[RecordedCall]] = {}
     for dump in dumps:
-        first: dict[tuple[str, bool], Call] = {}
+        first: dict[tuple[str, bool], RecordedCall] = {}
         for call in dump.calls:
             if not call.has_ended:
                 first.setdefault((call.group, call.is_message), call)
@@ -198,7 +198,7 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
     )
 
 
-def _collective(calls: Sequence[Call], dumps: Mapping[int, Dump]) -> StuckCall:
+def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
     """Describes a collective in which the ranks of some calls wait."""
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
@@ -224,7 +224,7 @@ def _collective(calls: Sequence[Call], dumps: Mapping[int, Dump]) -> StuckCall:
     )
 
 
-def _message(calls: Sequence[Call], dumps: Mapping[int, Dump]) -> StuckCall:
+def _message(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
     """Describes a message for which a rank waits; the other end is late unless it has called it."""
     call = calls[0]
     match = _PEERS.search(call.name)
@@ -251,7 +251,7 @@ def _message(calls: Sequence[Call], dumps: Mapping[int, Dump]) -> StuckCall:
     )
 
 
-def _signature(call: Call) -> tuple[str, str]:
+def _signature(call: RecordedCall) -> tuple[str, str]:
     """Returns what must be the same on all ranks of a collective."""
     has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
     return call.name, call.sizes if has_equal_sizes else ""
@@ -358,13 +358,13 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun)
 
 
-def _call(rank: int, entry: Mapping[str, Any]) -> Call:
+def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
     is_message = bool(entry["is_p2p"])
     sizes = ", ".join(
         f"{kind} {list(size)}"
         for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     )
-    return Call(
+    return RecordedCall(
         rank=rank,
         group=_group(*entry["process_group"]),
         number=int(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
