@@ -20,7 +20,6 @@ INSTALLED = {name for spec in fields_of(CoreConfig) for name in spec.names}
 # Flags that must arrive: of models, of prediction layers, of routers, of the optimizer.
 ARRIVE = {
     "0.17.1": {"--mtp-use-repeated-layer", "--moe-router-force-biased", "--mla-down-proj-fusion"},
-    "0.18.2": {"--grad-norm-skip-threshold", "--use-grouped-gemm-for-dense-mlp"},
     "0.19.2": {
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         "--flash-attention-version",
