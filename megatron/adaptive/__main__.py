@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
+_ON_INTERRUPT = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and _ON_INTERRUPT is signal.default_int_handler:
+    # An interrupt during the imports below would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import difflib
 import importlib
 import os
@@ -362,4 +369,6 @@ def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
 
 
 if __name__ == "__main__":
+    if _ON_INTERRUPT is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _ON_INTERRUPT)
     sys.exit(main())

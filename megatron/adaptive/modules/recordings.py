@@ -13,6 +13,7 @@ Recordings that are made later must get along with them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections import OrderedDict
@@ -31,11 +32,16 @@ from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
 from megatron.adaptive.modules.recompute import Recompute, changed_buffers, recomputed_ranges
 from megatron.adaptive.modules.recording import Forward, Forwards, Mode, SampledModel
-from megatron.adaptive.modules.tape import Tape
+from megatron.adaptive.modules.tape import Call, Ref, Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
 # Number of steps after which a new signature is reported, because it costs time unexpectedly.
 _EARLY_STEPS = 20
+
+_PER_ELEMENT = 8.0
+"""Multiplications in the time in which another call makes one element of its result."""
+# Position of the operand whose last axis is summed over, by name of the function.
+_PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +210,13 @@ class CutForwards:
         return [plans[stage] for plans in self.plans_by_mode.values()]
 
     @property
+    def work(self) -> tuple[float, ...]:
+        """Returns the counted work of each stage for a microbatch, in training if recorded."""
+        mode: Mode = "training" if "training" in self.plans_by_mode else "evaluation"
+        tape = self.forwards.tapes[mode]
+        return tuple(stage_work(tape, plan) for plan in self.plans_by_mode[mode])
+
+    @property
     def largest_message(self) -> int:
         """Returns the size of the largest message between two stages, in bytes."""
         return max(
@@ -263,6 +276,62 @@ def activation_bytes(tape: Tape) -> int:
         for value in tape.values
         if value.made_by >= 0 and value.requires_grad
     )
+
+
+def stage_work(tape: Tape, plan: StagePlan) -> float:
+    """Returns the multiplications of a stage in forward and backward for one microbatch.
+
+    This is a cost of the microbatch that is the same in every run. A matrix product, convolution or
+    attention counts its multiplications. Any other call counts its results as if each took a fixed
+    number of multiplications, because such calls wait for memory.
+
+    Args:
+        tape: Recorded forward pass.
+        plan: Calls of the stage.
+    """
+    return sum(_work(tape, tape.calls[number]) for number in plan.calls)
+
+
+def _work(tape: Tape, call: Call) -> float:
+    """Returns the multiplications of a call, and of its backward pass if it has one."""
+    forward = _forward_work(tape, call)
+    if not any(tape.values[made].requires_grad for made, _ in call.outputs):
+        return forward
+    # The backward pass makes one gradient for each of at most two operands that need one. That of
+    # a bias takes hardly any time.
+    operands = [tape.values[number] for number in call.reads]
+    needed = sum(value.requires_grad and len(value.shape) > 1 for value in operands)
+    return forward * (1 + min(2, needed))
+
+
+def _forward_work(tape: Tape, call: Call) -> float:
+    results = [tape.values[number] for number, _ in call.outputs]
+    memory = {tape.values[number].storage for number in call.reads} - {0}
+    if not call.changes and all(result.storage in memory for result in results):
+        return 0.0  # views take no time
+    made = sum(math.prod(result.shape) for result in results)
+    name = str(getattr(call.function, "__name__", "")).split(".")[0].strip("_")
+    arguments = (*call.args, *call.kwargs.values())
+    shapes = [tape.values[item.value].shape for item in arguments if isinstance(item, Ref)]
+    return _multiplications(name, made, shapes) or _PER_ELEMENT * made
+
+
+def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Returns the multiplications of a product, convolution or attention, 0 for other calls.
+
+    Args:
+        name: Name of the function, without leading and trailing underscores.
+        made: Number of elements of the result.
+        shapes: Shapes of the operands.
+    """
+    if name.startswith("scaled_dot_product") and len(shapes) > 1 and len(shapes[1]) > 1:
+        return 2.0 * math.prod(shapes[0]) * shapes[1][-2]
+    if name.startswith("conv") and len(shapes) > 1:
+        return made * math.prod(shapes[1][1:])
+    position = _PRODUCTS.get(name)
+    if position is None or len(shapes) <= position or not shapes[position]:
+        return 0.0
+    return made * shapes[position][-1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -336,6 +405,7 @@ class KeptPart:
             by_mode=by_mode,
             meter=ActivationMeter(),
             activation_bytes=0 if training is None else activation_bytes(training),
+            work=sum(cut.work),
         )
 
 
