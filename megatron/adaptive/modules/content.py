@@ -37,6 +37,11 @@ Dealing = Literal["turns", "work", "time"]
 
 _REFIT_STEPS = 8
 """Number of steps at the start after each of which costs are fitted; later, steps between fits."""
+_LEAST_COST = 0.02
+"""Cost that dealing adds to each microbatch, relative to the mean.
+
+Without it, all microbatches with a predicted cost of 0 would go to the same replica.
+"""
 _DIGEST_BYTES = 6
 """Size of a digest, which a floating-point number of 64 bits must hold exactly."""
 
@@ -143,7 +148,8 @@ def digest_of(parts: Iterable[object]) -> int:
         for name in sorted(part):
             tensor = part[name]
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            if tensor.device.type == "cpu" and not tensor.dtype.is_floating_point:
+            is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+            if tensor.device.type == "cpu" and is_whole:
                 digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little") or 1
 
@@ -258,6 +264,8 @@ class ContentBalance:
             )
         costs = self._costs(self._dealing)
         each = [costs.cost(self._content.numbers(part)) for part in batch]
+        least_cost = _LEAST_COST * sum(each) / len(each)
+        each = [cost + least_cost for cost in each]
         dealt = deal([each] * replicas, group=self._group, least=self._least)
         return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
 

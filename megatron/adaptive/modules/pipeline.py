@@ -167,8 +167,8 @@ class Pipeline:
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        order: Index in the batch of each microbatch of the last step, in the order in which they
-            ran.
+        last_order: Index in the batch of each microbatch of the last step, in the order in which
+            they ran.
         times: Times of this process in the last step: computing, waiting and so on.
 
     Raises:
@@ -299,7 +299,7 @@ class Pipeline:
         self.model = request.model
         self._source_folder: Path | None = None
         self.grad_norm = self.loss = 0.0
-        self.order: tuple[int, ...] = ()
+        self.last_order: tuple[int, ...] = ()
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
@@ -487,7 +487,7 @@ class Pipeline:
         for parameter in self._update.parameters.values():
             parameter.grad = None
         self._maker.balance.begin(work.microbatches)
-        self.order = tuple(work.order)
+        self.last_order = tuple(work.order)
         losses = self._run(work, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce(spares_unused=work.is_listed)

@@ -84,9 +84,10 @@ class StageFit:
     def fit(self) -> None:
         """Sets the factors to values that fit the sums best.
 
-        Each factor in turn gets its best value that is not negative, with the others fixed. If
-        numbers always grow together, such as those of ``input_ids`` and ``labels``, the first of
-        them gets the whole cost.
+        At first all numbers explain the same share of the cost. Then each factor in turn gets its
+        best value that is not negative, with the others fixed. So numbers that always grow
+        together, such as those of ``input_ids`` and ``labels``, share the cost. If one microbatch
+        is all that is known, each of its numbers explains a part of the cost.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -99,7 +100,7 @@ class StageFit:
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
         target = [self._products[index] / scales[index] for index in used]
-        solution = [0.0] * len(used)
+        solution = [max(0.0, each) / len(used) for each in target]
         for _ in range(_SWEEPS):
             for index, row in enumerate(rows):
                 predicted = sum(a * b for a, b in zip(row, solution, strict=True))
