@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ accelerator.install()
 
 from megatron.adaptive.modules.batch import Signature  # noqa: E402
 from megatron.adaptive.modules.content import ContentBalance, DealtList, digest_of  # noqa: E402
+from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
+from megatron.adaptive.schedule.content_costs import ContentCosts  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 REPLICAS = 3
@@ -29,27 +32,29 @@ def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
     return entries | ({"images": torch.zeros(images, 3, 4, 4)} if images else {})
 
 
+def balance_of(
+    replica: int, sample_work: Mapping[Signature, Any], **options: Any
+) -> ContentBalance:
+    """What a replica decides with, without other processes."""
+    mesh: Any = SimpleNamespace(
+        rank=replica,
+        dp_rank=replica,
+        dp_size=REPLICAS,
+        pp_rank=0,
+        pipeline_size=RANKS,
+        gather=lambda value: list(itertools.product(range(REPLICAS), range(RANKS))),
+    )
+    settings: dict[str, Any] = {"order": "given", "dealing": "work", "partition": (1, 1), **options}
+    return ContentBalance(mesh=mesh, placement=PLACEMENT, sample_work=sample_work, **settings)
+
+
 def dealt(
     batch: Sequence[Any], sample_work: Mapping[Signature, Sequence[float]], **options: Any
 ) -> list[DealtList]:
     """What each replica takes of a batch."""
     shares = []
     for replica in range(REPLICAS):
-        mesh: Any = SimpleNamespace(
-            dp_rank=replica,
-            dp_size=REPLICAS,
-            pp_rank=0,
-            pipeline_size=RANKS,
-            gather=lambda value: [value] * REPLICAS * RANKS,
-        )
-        balance = ContentBalance(
-            order="given",
-            dealing="work",
-            mesh=mesh,
-            placement=PLACEMENT,
-            sample_work=sample_work,
-            **options,
-        )
+        balance = balance_of(replica, sample_work, **options)
         share = balance.share(batch)
         assert share is not None
         assert [id(each) for each in share] == [id(batch[number]) for number in share.numbers]
@@ -101,3 +106,32 @@ def test_digests_see_shapes_types_and_whole_numbers() -> None:
     assert digest_of([part(4)]) == digests[0] != digest_of([part(4), part(4)])
     strided = torch.zeros(4, 2, dtype=torch.int64)[:, 0]
     assert digest_of([{"ids": strided[None]}]) == digests[0]
+
+
+@pytest.mark.parametrize(("images", "better"), [(0, "5-1"), (1, "")])
+def test_a_better_partition_for_what_is_trained_is_told_once(
+    images: int, better: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four segments see images and two read text; only the sample has images."""
+    work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
+    seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
+    balance = balance_of(0, work, dealing="time", partition=(4, 2))
+    costs = ContentCosts(PLACEMENT, 4)
+    rows = [balance._content.numbers(part(10, images))] * 3
+    assert len(rows[0]) == costs.count
+    sums = [
+        costs.measured(
+            rows, [(Action(ActionKind.F, 0, n), round(seconds[rank] * 1e6)) for n in range(3)]
+        )
+        for _, rank in balance._positions
+    ]
+    for _ in range(40):
+        balance._steps += 1
+        balance._add_times(sums)
+    assert sum(balance.segment_seconds) == pytest.approx(sum(seconds) / 1e3, rel=1e-3)
+    assert balance.segment_seconds[4] == pytest.approx(0.02, rel=0.05)
+    assert balance.segment_seconds[0] == pytest.approx(0.01 * images, abs=1e-3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith(f"partition {better} would make") for line in lines] == [True] * bool(
+        better
+    )

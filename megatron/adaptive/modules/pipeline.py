@@ -414,6 +414,15 @@ class Pipeline:
         return self._maker.balance.seconds
 
     @property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Returns the measured time of each segment, a mean over the last steps' microbatches.
+
+        Give it as ``weights`` at the next start, so that the partition suits the content that is
+        trained. It is empty until times are fitted, as ``costs``.
+        """
+        return self._maker.balance.segment_seconds
+
+    @property
     def loss_scale(self) -> float:
         """Returns the factor that scales the loss for the backward pass; 1 except in fp16."""
         return self._update.scale

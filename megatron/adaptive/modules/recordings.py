@@ -206,8 +206,8 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the counted work of each stage for a microbatch, in training."""
-        return tuple(stage_work(self.forwards.training, plan) for plan in self.training)
+        """Returns the counted work of each segment for a microbatch, in training."""
+        return segment_work(self.forwards.training)
 
     @property
     def largest_message(self) -> int:
@@ -272,8 +272,8 @@ def activation_bytes(tape: Tape) -> int:
     )
 
 
-def stage_work(tape: Tape, plan: StagePlan) -> float:
-    """Returns the multiplications of a stage in forward and backward for one microbatch.
+def segment_work(tape: Tape) -> tuple[float, ...]:
+    """Returns the multiplications of each segment in forward and backward for one microbatch.
 
     This is a cost of the microbatch that is the same in every run. A matrix product, convolution or
     attention counts its multiplications. Any other call counts its results as if each took a fixed
@@ -281,9 +281,11 @@ def stage_work(tape: Tape, plan: StagePlan) -> float:
 
     Args:
         tape: Recorded forward pass in training.
-        plan: Calls of the stage.
     """
-    return sum(_work(tape, tape.calls[number]) for number in plan.calls)
+    work = [0.0] * tape.num_segments
+    for call in tape.calls:
+        work[call.segment] += _work(tape, call)
+    return tuple(work)
 
 
 def _work(tape: Tape, call: Call) -> float:

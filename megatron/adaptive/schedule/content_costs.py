@@ -13,6 +13,7 @@ same sums, with Python floats in a fixed order of operations. So they get the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -109,6 +110,19 @@ class StageFit:
         for index, value in zip(used, solution, strict=True):
             self.factors[index] = value / scales[index]
 
+    @property
+    def mean_cost(self) -> float:
+        """Returns the mean cost of the microbatches in the sums, whose last number is always 1."""
+        return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
+
+    @property
+    def mean_numbers(self) -> Numbers:
+        """Returns the mean numbers of the microbatches in the sums, whose last one is always 1."""
+        count = len(self.factors)
+        # Each row of the upper triangle ends with the products by the last number.
+        ends = itertools.accumulate(range(count, 0, -1))
+        return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
+
 
 class ContentCosts:
     """Predicts the costs of microbatches on all stages of a pipeline.
@@ -119,12 +133,13 @@ class ContentCosts:
 
     Attributes:
         stages: Fit of each stage.
+        count: Number of numbers that describe the content of a microbatch.
         num_sums: Number of sums that a rank measures in a step.
     """
 
     def __init__(self, placement: Placement, count: int) -> None:
         self._placement = placement
-        self._count = count
+        self.count = count
         self._num_squares = count * (count + 1) // 2
         self.num_sums = self._num_squares + placement.num_chunks * count
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
@@ -132,6 +147,26 @@ class ContentCosts:
     def cost(self, numbers: Numbers) -> float:
         """Returns the predicted cost of a microbatch on all stages together."""
         return sum(stage.cost(numbers) for stage in self.stages)
+
+    def segment_costs(
+        self, partition: Sequence[int], segments: Sequence[StageFit]
+    ) -> tuple[float, ...]:
+        """Returns the mean cost of each segment for the content of the steps so far.
+
+        The mean cost of a stage is divided among its segments by their predicted work.
+
+        Args:
+            partition: Number of segments in each stage.
+            segments: Fit of each segment's work.
+        """
+        costs: list[float] = []
+        for stage, size in zip(self.stages, partition, strict=True):
+            members = segments[len(costs) : len(costs) + size]
+            work = [fit.cost(stage.mean_numbers) for fit in members]
+            total = sum(work)
+            shares = [each / total for each in work] if total else [1 / size] * size
+            costs += [stage.mean_cost * share for share in shares]
+        return tuple(costs)
 
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
@@ -159,10 +194,10 @@ class ContentCosts:
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):
             rank, chunk = self._placement.locate(stage)
-            start = self._num_squares + chunk * self._count
+            start = self._num_squares + chunk * self.count
             parts = [sums_at[replica, rank] for replica in replicas]
             squares = zip(*(part[: self._num_squares] for part in parts), strict=True)
-            products = zip(*(part[start : start + self._count] for part in parts), strict=True)
+            products = zip(*(part[start : start + self.count] for part in parts), strict=True)
             fit.add(list(map(sum, squares)), list(map(sum, products)))
 
     def fit(self) -> None:
