@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.processes import children_of
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
@@ -78,10 +79,10 @@ def peaks_of_job(path: Path, model: str) -> dict[int, int]:
     peaks: dict[int, int] = {}
     end_s = time.monotonic() + LIMIT_S
     while job.poll() is None and time.monotonic() < end_s:
-        for child in psutil.Process(job.pid).children():
+        for pid in children_of(job.pid):
             try:
-                rank = int(child.environ()["RANK"])
-                status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+                rank = int(psutil.Process(pid).environ()["RANK"])
+                status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
                 peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
             except (psutil.Error, OSError, KeyError, IndexError):
                 continue  # the process starts or ends

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from harness.processes import descendants_of
 from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked, start, wait_until
 
 TRAINER = ROOT / "pretrain_gpt.py"
@@ -253,11 +254,12 @@ class ElasticJob(JobFolder):
         self.manager.wait(10)
 
     def _remember(self) -> None:
-        try:
-            for parent in (self._parent, psutil.Process(self.manager.pid)):
-                self._family |= {one.pid: one for one in parent.children(recursive=True)}
-        except psutil.NoSuchProcess:
-            return
+        for parent in (self._parent.pid, self.manager.pid):
+            for pid in descendants_of(parent):
+                # A number may be used again.
+                if pid not in self._family or not self._family[pid].is_running():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        self._family[pid] = psutil.Process(pid)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -54,7 +54,7 @@ def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
         "script": "/bin/sh",
         "folder": "/",
     }
-    return work.order(rank, is_restore=False)
+    return work.order(rank, "script")
 
 
 def test_a_node_runs_its_own_program_in_its_own_folder(work: NodeWork) -> None:

@@ -30,18 +30,18 @@ FLAGS = (
 
 def losses_of(folder: Path, flags: str) -> list[float]:
     """Losses of all iterations."""
-    words = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
-    torchrun(TIMED_LAYERS, words, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
+    arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
+    torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Orders of both ranks by step."""
-    found = ScheduleRecord.load(record)
+    loaded = ScheduleRecord.load(record)
     return {
-        step: tuple(found.codes(step, rank, 3) for rank in range(2))  # of 3 microbatches
-        for step in found.steps
+        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # 3 microbatches
+        for step in loaded.steps
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.interrupts import KINDS, Chain, run_chain
+from tests.soak.interrupts import KINDS, Chain, run_chains
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 HITS = int(os.environ.get("INTERRUPTS", "3"))
@@ -16,7 +16,7 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
     """Returns what is not as it should be, with the signal before it."""
-    found = run_chain(chain, seed, hits, print)
+    found = run_chains(chain, seed, hits, print)
     return [f"{one.what}: {fault}" for one in found for fault in one.faults]
 
 

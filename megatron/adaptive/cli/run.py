@@ -36,7 +36,7 @@ from megatron.adaptive.config.command_parser import (
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.adaptive.cluster.incarnation import JobSpec, Policy
+    from megatron.adaptive.cluster.incarnation import JobSpec, Policy, ProbePolicy
     from megatron.adaptive.cluster.layout_rule import Chooser
     from megatron.adaptive.config.schedule import ScheduleConfig
 
@@ -93,12 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
-    add(
-        "--on-straggler",
-        choices=("ignore", "replan", "exclude"),
-        help="reaction to a node that stays slow: fewer layers for it, or leave it out; needs"
-        " --trace-dir of the trainer or trace_dir of a Pipeline (replan with it)",
-    )
+    _add_reactions(parser)
     add(
         "--runs",
         choices=("trainer", "pipeline"),
@@ -117,6 +112,24 @@ def _parser() -> argparse.ArgumentParser:
     add("script", nargs="?", type=Path, help=text)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_reactions(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for reactions to nodes that are slow or fail a probe."""
+    add = parser.add_argument
+    add(
+        "--on-straggler",
+        choices=("ignore", "replan", "exclude"),
+        help="reaction to a node that stays slow: fewer layers for it, or leave it out; needs"
+        " --trace-dir of the trainer or trace_dir of a Pipeline (replan with it)",
+    )
+    add(
+        "--on-failed-probe",
+        choices=("report", "exclude"),
+        default="report",
+        help="reaction to a node that fails a probe of the job: report it, or leave it out until it"
+        " passes; needs --probe-interval of the trainer (report)",
+    )
 
 
 def _gib(text: str) -> int:
@@ -172,7 +185,9 @@ def _run(options: argparse.Namespace) -> int:
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Parse the trainer's arguments, so that an error is reported before any process starts.
-        on_straggler = _on_straggler(options.on_straggler, parse_requested(arguments).schedule)
+        requested = parse_requested(arguments)
+        on_straggler = _on_straggler(options.on_straggler, requested.schedule)
+        _check_probes(options.on_failed_probe, requested.run.probe_interval)
     values = vars(options)
     spec = JobSpec(
         **{
@@ -207,6 +222,11 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
             f"train elastic: {reason}: name the folder of its checkpoints with --checkpoint DIR, or"
             " say --runs trainer"
         )
+    if options.on_failed_probe == "exclude":
+        raise ConfigError(
+            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: leave it out,"
+            " or say --runs trainer"
+        )
     if options.plan_with:
         raise ConfigError(
             f"--plan-with: {reason}, and its layouts are planned by what it measures itself: leave"
@@ -230,6 +250,15 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
             " trainer --trace-dir DIR, and --diagnose-interval N from 1 on"
         )
     return wished or ("replan" if is_diagnosed else "ignore")
+
+
+def _check_probes(wished: ProbePolicy, interval: int) -> None:
+    """Raises an error if nodes that fail a probe are to be excluded, but nothing probes them."""
+    if wished == "exclude" and not interval:
+        raise ConfigError(
+            "--on-failed-probe exclude without --probe-interval: nodes fail only in probes; give"
+            " the trainer --probe-interval N, from 1 on"
+        )
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import SILENCE_S, Connection
-from megatron.adaptive.cluster.incarnation import NodeWork
+from megatron.adaptive.cluster.incarnation import NodeProgram, NodeWork
 from megatron.adaptive.cluster.inventory import count_gpus, loopback_variables
 from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.config.input_files import say
@@ -197,7 +197,7 @@ class Agent:
                 for rank in message["ranks"]:
                     if "number" in message:  # The manager waits for the exit status.
                         self._asked[rank["key"]] = message["number"]
-                    self._start_rank(rank, added, is_restore="is_restore" in message)
+                    self._start_rank(rank, added, message.get("program", "script"))
             elif kind == "inventory":
                 copies = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
                 link.send("answer", number=message["number"], held=copies)
@@ -225,10 +225,10 @@ class Agent:
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
     def _start_rank(
-        self, rank: Mapping[str, Any], added: Mapping[str, str], *, is_restore: bool
+        self, rank: Mapping[str, Any], added: Mapping[str, str], program: NodeProgram
     ) -> None:
         try:
-            order = self._work.order(rank, is_restore=is_restore)
+            order = self._work.order(rank, program)
         except AdaptiveError as error:
             say(f"error: node {self._name}: {error}")
             self._ended(rank["key"], EXIT_REFUSED)

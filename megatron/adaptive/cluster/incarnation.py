@@ -206,6 +206,14 @@ def is_trainer(script: Path) -> bool:
 Policy = Literal["ignore", "replan", "exclude"]
 """Reaction to a node that stays slow: do nothing, move layers away, or exclude the node."""
 
+ProbePolicy = Literal["report", "exclude"]
+"""Reaction to a node that fails its probe: report it, or exclude the node until it passes."""
+
+NodeProgram = Literal["script", "restore", "check"]
+"""Program that a manager may order a node to run: the script of the job, the program that restores
+snapshots, or the one that measures a node that failed its probe."""
+_CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
+
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
 """Name of the environment variable that contains the name of a rank's node."""
 _VARIABLES = frozenset(
@@ -249,6 +257,7 @@ class JobSpec:
         copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
             available.
         on_straggler: Reaction to a node that stays slow.
+        on_failed_probe: Reaction to a node that fails a probe of the running job.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
     """
 
@@ -265,6 +274,7 @@ class JobSpec:
     copy_every: int = 0
     copy_bytes: int | None = None
     on_straggler: Policy = "ignore"
+    on_failed_probe: ProbePolicy = "report"
     is_pipeline: bool = False
 
     @property
@@ -304,24 +314,31 @@ class NodeWork:
     arguments: tuple[str, ...]
     checkpoints: str
 
-    def order(self, rank: Mapping[str, Any], *, is_restore: bool) -> dict[str, Any]:
+    def order(self, rank: Mapping[str, Any], program: NodeProgram) -> dict[str, Any]:
         """Converts the manager's request for a process into an order to the node's forkserver.
 
         The script and the working folder are those of this node, never the manager's choice.
 
         Args:
             rank: Request for one process, in the form that :func:`rank_orders` creates.
-            is_restore: Whether to run the program that restores snapshots instead of the script.
+            program: Program to run.
 
         Raises:
-            SetupError: The request names a variable or a path that is not allowed.
+            SetupError: The request names a program, a variable or a path that is not allowed.
         """
         key = rank["key"]
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
             raise SetupError(f"the manager set {others[0]}, which is none of its variables")
-        if is_restore:
+        scripts = {
+            "script": self.script,
+            "restore": str(Path(snapshot_restore.__file__).resolve()),
+            "check": str(_CHECK),
+        }
+        if program not in scripts:
+            raise SetupError(f"the manager ordered {program!r}: run the same version on all nodes")
+        if program == "restore":
             paths = [parse_json(arguments[0])["checkpoints"]]
         else:
             paths = list(self._paths(arguments))
@@ -338,7 +355,7 @@ class NodeWork:
         return {
             "key": key,
             "variables": dict(variables),
-            "script": str(Path(snapshot_restore.__file__).resolve()) if is_restore else self.script,
+            "script": scripts[program],
             "arguments": list(arguments),
             "folder": os.getcwd(),
         }

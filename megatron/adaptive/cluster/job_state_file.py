@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.adaptive.config.input_files import parse_json, printable, read_whole
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.profiling.failed_nodes import FailedNode
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail
 
@@ -183,6 +184,7 @@ class IncarnationProgress:
         copies: Description of the state copies in memory, empty if not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, without the first step.
         slow: Ranks that the diagnosis reported as slow, from the first report to the last.
+        failed: Nodes that failed the last probe.
     """
 
     total: int = 0
@@ -197,6 +199,7 @@ class IncarnationProgress:
     copies: str = ""
     step_s: float | None = None
     slow: tuple[SlowRank, ...] = ()
+    failed: tuple[FailedNode, ...] = ()
 
 
 class ProgressReader:
@@ -243,6 +246,9 @@ class ProgressReader:
             }
         if "slow_rank" in line:
             return {"slow": (*now.slow, SlowRank(**{name: line[name] for name in _SLOW}))}
+        if isinstance(entries := line.get("failed_nodes"), list):
+            nodes = map(FailedNode.from_dict, entries)
+            return {"failed": tuple(node for node in nodes if node is not None)}
         if "saved" in line:
             return {"saved_ns": moment_ns, "saving_s": line["seconds"]}
         return {name: line[name] for name in ("loaded_s", "copies", "ended") if name in line}

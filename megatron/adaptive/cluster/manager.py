@@ -33,6 +33,7 @@ from typing import Any
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.awake_time import AwakeClock
+from megatron.adaptive.cluster.failed_probes import FailedProbes
 from megatron.adaptive.cluster.incarnation import (
     EXIT_LEFT,
     JobSpec,
@@ -105,6 +106,9 @@ class Manager:
         self._members = Membership(
             spec.machines, own_machine, spec.address, self._secret, asdict(spec.work)
         )
+        self._probes = FailedProbes(
+            spec.on_failed_probe, self._stragglers, self._members, self._nodes_in_use
+        )
         self._own_machine = own_machine
         former_keeper = (
             None if own_machine is None or keeper is None else (own_machine.name, keeper)
@@ -122,7 +126,7 @@ class Manager:
         self._stop: signal.Signals | None = None
         self._is_deposed = False
         self._has_worked = False
-        self._has_slow = False
+        self._has_findings = False
         self._reconsider_s: float | None = None
         self._notice_ns: int | None = None
         self._before: IncarnationProgress | None = None
@@ -173,6 +177,7 @@ class Manager:
             raise self._not_writable(error) from error
         finally:
             ticking.cancel()
+            await self._probes.close()
             await self._members.close(
                 status, hands_over=self._own_machine is not None and self._stop is not None
             )
@@ -367,9 +372,11 @@ class Manager:
             if kind == "tick" and not running.stopping:
                 # The tick may have been queued during the previous incarnation, so read which ranks
                 # of this incarnation are slow.
-                slow = self._progress.read(running.folder).slow
+                now = self._progress.read(running.folder)
                 nodes = self._members.usable()
-                if reason := await self._stragglers.handle(slow, running, nodes):
+                reason = await self._probes.handle(now.failed, running, nodes)
+                reason = reason or await self._stragglers.handle(now.slow, running, nodes)
+                if reason:
                     self._ask_to_save(running, reason)
             now_s = self._clock.now_s()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
@@ -509,6 +516,12 @@ class Manager:
         now_s = self._clock.now_s()
         if event.kind == "joined":
             self._stragglers.joined(node.name)
+            self._probes.joined(node.name)
+        elif event.kind == "passed":
+            self._probes.passed(node.name)
+            say(f"node {node.name} passes its probe again")
+            self._notice_ns = self._notice_ns or time.time_ns()
+            self._reconsider_s = now_s
         elif event.kind == "ready":
             # The node's modules are imported, so ranks can start there without delay. Other nodes
             # may be ready soon, so wait shortly before choosing a layout.
@@ -552,7 +565,7 @@ class Manager:
             # Ignore errors here; the next reconfiguration would report the same error.
             with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
-            if self._has_slow:
+            if self._has_findings:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
@@ -573,6 +586,10 @@ class Manager:
                 return self._holds()
         return self._holds()
 
+    def _nodes_in_use(self) -> Sequence[str]:
+        """Returns the names of the nodes of the latest incarnation."""
+        return self._incarnations[-1].nodes if self._incarnations else ()
+
     def _latest(self) -> int:
         return self._program.folder.latest() or 0
 
@@ -587,7 +604,7 @@ class Manager:
         self._copies_text = now.copies
         incarnation.phases_s = phases(incarnation, now)
         incarnation.step_s = now.step_s
-        self._has_slow = bool(now.slow)
+        self._has_findings = bool(now.slow or now.failed)
 
     def _write_state(self) -> None:
         self._note_progress()

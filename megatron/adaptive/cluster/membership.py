@@ -170,7 +170,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: Name of the event. It is ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
-            ``lost``, ``ended``, ``stop`` or ``tick``.
+            ``lost``, ``ended``, ``passed`` (a node that had failed a probe), ``stop`` or ``tick``.
         node: Name of the node that changed, empty for an event of the manager.
         message: Message from the node's agent, or values in the same form.
     """

@@ -290,7 +290,9 @@ class JobSnapshots:
                 "arguments": [json.dumps(order)],
             }
             within_s = max(0.0, until_s - time.monotonic())
-            answer = await self._members.ask(name, "start", within_s, ranks=[rank], is_restore=True)
+            answer = await self._members.ask(
+                name, "start", within_s, ranks=[rank], program="restore"
+            )
             return int(answer["status"])
 
         statuses = await asyncio.gather(*(run(*order) for order in orders.items()))

@@ -33,7 +33,7 @@ _LEFT_OUT = "left out: slow"
 
 
 class Stragglers:
-    """Tracks the slow nodes of a job, and chooses layouts that suit them.
+    """Tracks the nodes of a job that are slow or left out, and chooses layouts that suit them.
 
     Args:
         policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
@@ -46,39 +46,64 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        self._aside: set[str] = set()
+        self._aside: dict[str, str] = {}  # reason, by the name of a node that is left out
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout; uses excluded slow nodes only if no layout fits without them.
+        """Chooses a layout; uses nodes that are left out only if no layout fits without them.
+
+        Of several such nodes, it uses the last one that was left out first.
 
         Args:
             nodes: Nodes that are present, in the order in which they get ranks.
         """
-        included = self.included(nodes)
-        layout = await self._choose(included) if included else None
-        if layout is None and len(included) < len(nodes):
-            layout = await self._choose(nodes)
-        return layout
+        aside = {node.name for node in nodes} & self._aside.keys()
+        while True:
+            included = [node for node in nodes if node.name not in aside]
+            layout = await self._choose(included) if included else None
+            if layout is not None or not aside:
+                return layout
+            aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes that were not excluded for being slow."""
+        """Returns the nodes that are not left out."""
         return [node for node in nodes if node.name not in self._aside]
+
+    async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
+        """Leaves a node out of later layouts, unless no layout fits without it.
+
+        Args:
+            name: Name of the node.
+            why: Reason to show in the state of the job.
+            nodes: Nodes that are present, in the order in which they get ranks.
+
+        Returns:
+            Whether the node is left out.
+        """
+        others = [node for node in self.included(nodes) if node.name != name]
+        if not others or await self._choose(others) is None:
+            return False
+        self._aside[name] = f"left out: {why}"
+        return True
+
+    def take_back(self, name: str) -> None:
+        """Uses a node again that :meth:`leave_out` left out."""
+        self._aside.pop(name, None)
 
     def joined(self, name: str) -> None:
         """Resets the records of a node that joins, because it may have been repaired."""
         self._slowness.pop(name, None)
-        self._aside.discard(name)
+        self._aside.pop(name, None)
         self._judged.discard(name)
 
     def to_dict(self, node: Node) -> dict[str, Any]:
         """Returns a node's entry in the job's state file, with its slowness."""
-        is_left_out = node.name in self._aside
+        left_out = self._aside.get(node.name, "")
         return {
             **node.to_dict(),
             "slowness": round(self._slowness.get(node.name, 1.0), 3),
-            "is_left_out": is_left_out,
-            "why": _LEFT_OUT if is_left_out and node.status == "present" else node.why,
+            "is_left_out": bool(left_out),
+            "why": left_out if left_out and node.status == "present" else node.why,
         }
 
     async def handle(
@@ -146,7 +171,7 @@ class Stragglers:
             say(f"warning: {text}; it stays: no layout {other} is faster")
             return ""
         if self._policy == "exclude":
-            self._aside.add(name)
+            self._aside[name] = _LEFT_OUT
         return text
 
     async def _choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:

@@ -342,9 +342,10 @@ class ScheduleConfig:
     )
     trace_detail: str = flag(
         "With --trace-dir: measure only actions in traced iterations, or also the forward and "
-        "backward of each transformer layer (layers).",
+        "backward of each transformer layer (layers), or these and the collectives of each "
+        "process group of the model (collectives).",
         "actions",
-        choices=("actions", "layers"),
+        choices=("actions", "layers", "collectives"),
     )
     diagnose_interval: Natural = flag(
         "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "

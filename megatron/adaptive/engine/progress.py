@@ -9,6 +9,7 @@ writes at most two lines per second::
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
     {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
     {"findings": [{"headline": "slow rank: ...", "gain": 0.11, "do": "move layers, ..."}], ...}
+    {"probe": 1, "failed_nodes": [{"node": "c", "text": "rank 2 on ...", "limits": {...}}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
 A number that is not finite is written as ``null``. While the disk is full, no lines are written.

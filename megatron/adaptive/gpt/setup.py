@@ -31,6 +31,7 @@ from megatron.adaptive.data.loader import (
     most_slices,
 )
 from megatron.adaptive.data.tokenizer import Tokenizer
+from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_parallel_groups
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.expert_load import measured_experts
@@ -285,8 +286,11 @@ def _start_trace(
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
-    if schedule.trace_dir is not None and schedule.trace_detail == "layers":
+    if schedule.trace_dir is not None and schedule.trace_detail in ("layers", "collectives"):
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
+    if schedule.trace_dir is not None and schedule.trace_detail == "collectives":
+        groups = model_parallel_groups()
+        tracing.collectives = CollectiveMeter(groups, job.accelerator.clock())
     return tracing
 
 

@@ -43,21 +43,16 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import DeadlineError
-from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.profiling.action_timing import now
 from megatron.adaptive.profiling.check_job import CheckJob
+from megatron.adaptive.profiling.device_probe import measure_device
 from megatron.adaptive.profiling.links import Rounds, make_connector, measure_link
 from megatron.adaptive.profiling.probe_findings import (
     ALL_REDUCE,
     ALL_TO_ALL,
-    CLOCK,
-    FROM_DEVICE,
     LARGE_MESSAGE,
-    MATRIX_PRODUCT,
-    MEMORY,
     READ,
     SMALL_MESSAGE,
-    TO_DEVICE,
     WRITE,
     Figure,
     Outlier,
@@ -67,11 +62,6 @@ from megatron.adaptive.profiling.probe_findings import (
 from megatron.adaptive.profiling.probe_layout import EXPERT, ProbeLayout, Ranks, batches
 from megatron.adaptive.transport.interface import Transport
 
-_CPU_WIDTH = 384
-_GPU_WIDTH = 4096
-_CPU_BYTES = 16 << 20
-_GPU_BYTES = 128 << 20
-_COPIED_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = {"cpu": 512 << 10, "cuda": 4 << 20}
 _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
@@ -81,8 +71,6 @@ _ROUNDS = Rounds(burst=4, least=4)
 _MOST_IN_FLIGHT = 8  # messages on their way in one direction
 _WAIT_S = 10.0
 _CONFIRMATIONS = 3
-_CPU_INFO = Path("/proc/cpuinfo")
-_CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 def _message_bytes(accelerator: Accelerator) -> int:
@@ -139,6 +127,7 @@ class Probe:
         groups: Groups of this rank with more than one member, by kind.
         folder: Checkpoint folder to write to, ``None`` for none.
         seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+        nodes: Name of each global rank's node, ``None`` for the host names.
     """
 
     def __init__(
@@ -151,6 +140,7 @@ class Probe:
         groups: Mapping[str, ProbedGroup],
         folder: Path | None = None,
         seconds: float = 0.05,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         self._job = job
         self._turns = Turns(job, name)
@@ -159,7 +149,7 @@ class Probe:
         self._groups = dict(groups)
         self._folder = folder
         self._seconds = seconds
-        self._hosts = [str(location["host"]) for location in job.places]
+        self._nodes = list(nodes or (str(location["host"]) for location in job.places))
         self._machines = [str(location["machine"]) for location in job.places]
         accelerator = job.accelerator
         is_alone_on_gpu = accelerator.is_cuda and not accelerator.is_shared
@@ -186,7 +176,7 @@ class Probe:
         figures = [figure for check in checks for figure in self._each(check)]
         again = [figure for check in checks for figure in self._each(check)]
         figures = better_of(figures, again)
-        outliers = find_outliers(figures, self._hosts)
+        outliers = find_outliers(figures, self._nodes)
         for _ in range(_CONFIRMATIONS):
             suspects = {outlier.ranks for outlier in outliers}
             if not suspects:
@@ -194,7 +184,7 @@ class Probe:
             for check in checks:
                 subjects = [ranks for ranks in check.subjects if ranks in suspects]
                 figures = better_of(figures, self._each(replace(check, subjects=subjects)))
-            outliers = find_outliers(figures, self._hosts)
+            outliers = find_outliers(figures, self._nodes)
         return ProbeReport(
             figures=figures,
             outliers=outliers,
@@ -237,66 +227,7 @@ class Probe:
 
     def _rank(self, ranks: Ranks) -> list[Figure]:
         """Measures this rank's device."""
-        device = self._job.accelerator.device
-        gpu = known_gpu(self._job.accelerator.name) if device.type == "cuda" else None
-        shared = self._job.accelerator.is_shared
-        sheet = {} if gpu is None or shared else {"flops": gpu.flops.get("bf16", 0.0)}
-        width = _GPU_WIDTH if device.type == "cuda" else _CPU_WIDTH
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        peers = self._job.accelerator.name
-        figures = []
-
-        def add(measure: str, amount: float, call: Callable[[], Any], sheet: float = 0.0) -> None:
-            seconds = self._mean_s(call, device)
-            figures.append(
-                Figure(
-                    measure=measure, ranks=ranks, peers=peers, value=amount / seconds, sheet=sheet
-                )
-            )
-
-        try:
-            left = torch.full((width, width), 1 / width, dtype=dtype, device=device)
-            product = torch.empty_like(left)
-            add(
-                MATRIX_PRODUCT,
-                2.0 * width**3,
-                lambda: torch.mm(left, left, out=product),
-                sheet.get("flops", 0.0),
-            )
-            clock_hz, most_hz = _clock_hz(device)
-            size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
-            source = torch.zeros(size, dtype=torch.uint8, device=device)
-            target = torch.empty_like(source)
-            speed = 0.0 if gpu is None or shared else gpu.memory_bytes_per_s
-            add(MEMORY, 2.0 * size, lambda: target.copy_(source), speed)  # reads and writes
-            if device.type == "cuda":
-                # torch keeps pinned memory for later tensors, so do not take much of it.
-                host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-                part = target[:_COPIED_BYTES]
-                add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
-                add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
-        except torch.cuda.OutOfMemoryError:
-            return figures  # during training a GPU may have no room for the rest
-        if clock_hz:
-            figures.append(
-                Figure(measure=CLOCK, ranks=ranks, peers=peers, value=clock_hz, sheet=most_hz)
-            )
-        return figures
-
-    def _mean_s(self, call: Callable[[], Any], device: torch.device) -> float:
-        """Returns the mean time of a call, over the time of a measurement.
-
-        A quota or another program stops a process for some milliseconds at a time, often longer
-        than a call takes. The median would not show these.
-        """
-        call()
-        count = 0
-        begin_s = end_s = now(device)
-        while count < _LEAST_REPEATS or end_s - begin_s < self._seconds:
-            call()
-            count += 1
-            end_s = now(device)
-        return max((end_s - begin_s) / count, 1e-9)
+        return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
         """Measures the link between this rank and another."""
@@ -559,33 +490,3 @@ def _write_and_read(path: Path) -> tuple[float, float]:
         while file.read(len(block)):
             pass
     return max(written_s, 1e-9), max(time.perf_counter() - begin_s, 1e-9)
-
-
-def _clock_hz(device: torch.device) -> tuple[float, float]:
-    """Returns the present and the highest frequency of a device in Hz; 0 if it is not known."""
-    if device.type == "cuda":
-        try:
-            return torch.cuda.clock_rate(device) * 1e6, 0.0
-        except Exception:
-            # torch asks NVML, whose package is optional, and which raises errors of its own kind.
-            return 0.0, 0.0
-    try:
-        cpu = min(os.sched_getaffinity(0))
-        folder = _CPU_FOLDER / f"cpu{cpu}" / "cpufreq"
-        present, most = (
-            int((folder / name).read_text()) * 1e3
-            for name in ("scaling_cur_freq", "cpuinfo_max_freq")
-        )
-    except (OSError, ValueError):
-        return _listed_clock_hz(), 0.0
-    return present, most
-
-
-def _listed_clock_hz() -> float:
-    """Returns the mean frequency in ``/proc/cpuinfo`` in Hz, 0 if it lists none."""
-    try:
-        lines = _CPU_INFO.read_text().splitlines()
-        listed = [float(line.rpartition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-    except (OSError, ValueError):
-        return 0.0
-    return statistics.fmean(listed) * 1e6 if listed else 0.0

@@ -80,7 +80,10 @@ MEASURES: Mapping[str, Measure] = {
 """Describes each quantity by its name."""
 
 _OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
-_OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
+OF_DEVICE = (MATRIX_PRODUCT, MEMORY, TO_DEVICE, FROM_DEVICE, CLOCK)
+"""Quantities of a device, which a rank measures alone."""
+OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
+"""Quantities of a link between two ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +173,12 @@ def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outli
     outliers = _of_all(of_ranks, hosts)
     slow_ranks = {o.ranks[0] for o in outliers if o.measure in _OF_RANK}
     shared = [f for f in figures if len(f.ranks) > 1 and slow_ranks.isdisjoint(f.ranks)]
-    slow_links = _of_all([f for f in shared if f.measure in _OF_LINK], hosts)
+    slow_links = _of_all([f for f in shared if f.measure in OF_LINK], hosts)
     pairs = [set(outlier.ranks) for outlier in slow_links]
     groups = [
         f
         for f in shared
-        if f.measure not in _OF_LINK and not any(pair <= set(f.ranks) for pair in pairs)
+        if f.measure not in OF_LINK and not any(pair <= set(f.ranks) for pair in pairs)
     ]
     return [*outliers, *slow_links, *_of_all(groups, hosts)]
 
@@ -268,7 +271,7 @@ def _outlier(
     shown = [f"{value * measure.scale:.4g} {measure.unit}" for value in (figure.value, median)]
     against = "the data sheet" if is_against_sheet else "the others' median"
     quantity = figure.measure
-    if len(figure.ranks) > 1 and figure.measure not in _OF_LINK:
+    if len(figure.ranks) > 1 and figure.measure not in OF_LINK:
         quantity = f"{figure.peers} {quantity}"
     return Outlier(
         measure=figure.measure,

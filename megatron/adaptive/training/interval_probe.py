@@ -1,21 +1,34 @@
-"""Probes the ranks, links and groups of a training run between steps, for ``--probe-interval``."""
+"""Probes the ranks, links and groups of a training run between steps, for ``--probe-interval``.
+
+In an elastic job, the first probe is before the first step, and the names of nodes that fail go to
+``progress.jsonl``, from which the manager of the job reads them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.adaptive.engine.progress import Value
 from megatron.adaptive.gpt.setup import Run, payload_shape
+from megatron.adaptive.profiling.failed_nodes import find_failed_nodes
 from megatron.adaptive.profiling.probe import Probe, ProbedGroup
 from megatron.adaptive.profiling.probe_layout import CONTEXT, DATA, EXPERT, TENSOR
 
 _MOST_SHARE = 0.01
 """Maximum share of the time of training that probes take, from the second probe on."""
 _SECONDS = 0.02
+
+
+class Report(Protocol):
+    """Writes values to ``progress.jsonl``."""
+
+    def __call__(self, **values: Value) -> None: ...
 
 
 class IntervalProbe:
@@ -26,11 +39,13 @@ class IntervalProbe:
     Args:
         interval: Number of iterations between two probes, 0 for none.
         say: Function that writes a line to the log.
+        report: Function that writes values to ``progress.jsonl``.
     """
 
-    def __init__(self, interval: int, say: Callable[[str], None]) -> None:
+    def __init__(self, interval: int, say: Callable[[str], None], report: Report) -> None:
         self._interval = interval
         self._say = say
+        self._report = report
         self._count = 0
         self._cost_s = 0.0
         self._end_s = time.perf_counter()
@@ -39,12 +54,20 @@ class IntervalProbe:
         """Returns whether to call :meth:`run` after an iteration; equal on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
+    def is_due_at_start(self, run: Run) -> bool:
+        """Returns whether to call :meth:`run` before the first step: in an elastic job."""
+        return self._interval > 0 and run.job.environment.lease is not None
+
     def run(self, run: Run) -> None:
         """Probes, unless this would take too long. No message may be in flight. Collective."""
         since_s = time.perf_counter() - self._end_s
         if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
             return
         self._count += 1
+        locations = run.job.places
+        hosts = [str(location["host"]) for location in locations]
+        # Nodes of an elastic job that share a machine have the same host name.
+        nodes = run.job.gather(run.job.environment.node or hosts[run.job.rank])
         with run.tracing.host_span("probe"):
             probe = Probe(
                 run.job,
@@ -53,12 +76,15 @@ class IntervalProbe:
                 message=_message(run),
                 groups=_groups(),
                 seconds=_SECONDS,
+                nodes=nodes,
             )
             report = probe.run()
         self._cost_s = report.seconds
         self._end_s = time.perf_counter()
         for outlier in report.outliers:
             self._say(f"  probe: {outlier.text}: {outlier.remedy}")
+        failed = find_failed_nodes(report.outliers, report.figures, nodes)
+        self._report(probe=self._count, failed_nodes=[node.to_dict() for node in failed])
         if not report.outliers:
             self._say(
                 f"  probe: no outlier among {len(report.figures)} figures, {report.seconds:.2f} s"

@@ -523,7 +523,15 @@ class Probing(RunHook):
 
     def __init__(self, live: TrainingRun) -> None:
         super().__init__(live)
-        self._probe = IntervalProbe(live.config.run.probe_interval, live.log.message)
+        log = live.log
+        self._probe = IntervalProbe(live.config.run.probe_interval, log.message, log.report)
+        self._is_first = True
+
+    def before_step(self, iteration: int) -> None:
+        if self._is_first and self._probe.is_due_at_start(self._live.run):
+            self._live.report_position("the probe before the first step")
+            self._probe.run(self._live.run)
+        self._is_first = False
 
     def after_step(self, step: TrainedStep) -> None:
         if self._probe.is_due(step.iteration):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.machine_counters import COUNTERS
 from megatron.adaptive.trace.metrics import compute_ns
@@ -65,6 +66,9 @@ class Measured:
         experts: For each rank, by iteration, the markers that contain the load of its experts.
         machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
             iterations without counters.
+        layer_rows: For each rank, by iteration, the times of its layers as in ``IterationStart``;
+            empty where they were not measured.
+        collectives: Collectives of each process group and operation; empty if the trace has none.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -82,6 +86,8 @@ class Measured:
     clock_error_ns: float
     experts: tuple[Mapping[int, IterationStart], ...]
     machine: Mapping[str, Floats]
+    layer_rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    collectives: tuple[JoinedCollectives, ...] = ()
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -239,6 +245,11 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         clock_error_ns=_clock_error(run),
         experts=tuple(run.ranks[rank].experts for rank in ranks),
         machine=_machine(run, chosen),
+        layer_rows=tuple(
+            tuple(run.ranks[rank].layers(iteration) for iteration in chosen.tolist())
+            for rank in ranks
+        ),
+        collectives=tuple(join_collectives(run, chosen.tolist())),
     )
 
 

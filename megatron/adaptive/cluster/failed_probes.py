@@ -1,0 +1,171 @@
+"""Leaves out nodes that fail a probe of the running job, and takes them back when they pass again.
+
+The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
+``exclude`` a node that failed is left out, unless no layout fits without it. Then the node is
+measured alone, at growing intervals, until it reaches the figures that it missed::
+
+    probe fails ──> left out ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
+
+A node with a slow link cannot measure that alone. It stays left out until it joins again, for
+example because its line is removed from the machines file and added again.
+
+Heat and other programs may slow a node only while it trains. It then passes alone and fails in the
+job, and each change of layout costs a start. So the interval is not reset when a node passes, but
+only when it joins again.
+
+The decision is the manager's alone: a node cannot leave itself out, and ranks only report figures.
+Another manager that takes over the job knows nothing of it, and uses all nodes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Sequence
+
+from megatron.adaptive.cluster.incarnation import ProbePolicy, RunningRanks
+from megatron.adaptive.cluster.job_state_file import say
+from megatron.adaptive.cluster.membership import Event, Membership, Node
+from megatron.adaptive.cluster.straggler import Stragglers
+from megatron.adaptive.profiling.failed_nodes import FailedNode
+
+_FIRST_WAIT_S = 5.0
+"""Time in seconds after which a node that is left out is measured for the first time."""
+_MOST_WAIT_S = 600.0
+_CHECK_S = 120.0
+"""Time limit in seconds for a device to be measured, with the start of the program."""
+
+
+class FailedProbes:
+    """Handles the nodes of a job that fail a probe.
+
+    Args:
+        policy: Reaction to such a node: ``report`` or ``exclude``.
+        stragglers: Object that chooses layouts, and knows which nodes are left out.
+        members: Nodes of the job. When a node passes again, an event ``passed`` is put into their
+            queue.
+        in_use: Function that returns the names of the nodes that run ranks.
+    """
+
+    def __init__(
+        self,
+        policy: ProbePolicy,
+        stragglers: Stragglers,
+        members: Membership,
+        in_use: Callable[[], Collection[str]],
+    ) -> None:
+        self._policy = policy
+        self._stragglers = stragglers
+        self._members = members
+        self._in_use = in_use
+        self._handled: dict[str, int] = {}  # number of the latest incarnation, by node
+        self._checks: dict[str, asyncio.Task[None]] = {}
+        self._waits_s: dict[str, float] = {}
+        self._count = 0
+
+    async def handle(
+        self, failed: Sequence[FailedNode], running: RunningRanks, nodes: Sequence[Node]
+    ) -> str:
+        """Reports nodes that failed, and leaves them out if the policy says so.
+
+        Args:
+            failed: Nodes that failed a probe in this incarnation.
+            running: Ranks of the incarnation.
+            nodes: Nodes that are present, in the order in which they get ranks.
+
+        Returns:
+            Reason to change the layout, empty if the job should keep its layout.
+        """
+        reasons = []
+        for entry in failed:
+            name = entry.node
+            if name not in running.where.values() or self._is_handled(name, running):
+                continue
+            self._handled[name] = running.incarnation.number
+            text = f"node {name} fails its probe: {entry.text}"
+            if self._policy == "report":
+                say(f"warning: {text}; --on-failed-probe exclude would leave it out")
+            elif await self._stragglers.leave_out(name, entry.text, nodes):
+                reasons.append(f"{text}; it is left out")
+                self._begin_checks(entry)
+            else:
+                say(f"warning: {text}; it stays: no layout fits without it")
+        return ", ".join(reasons)
+
+    def joined(self, name: str) -> None:
+        """Resets the records of a node that joins, because it may have been repaired.
+
+        Args:
+            name: Name of the node, present or not.
+        """
+        self._handled.pop(name, None)
+        self._waits_s.pop(name, None)
+        if (task := self._checks.pop(name, None)) is not None:
+            task.cancel()
+
+    def passed(self, name: str) -> None:
+        """Uses a node again that has passed its check.
+
+        Args:
+            name: Name of the node that the event ``passed`` names.
+        """
+        self._checks.pop(name, None)
+        self._handled.pop(name, None)
+        self._stragglers.take_back(name)
+
+    async def close(self) -> None:
+        """Ends all checks."""
+        for task in self._checks.values():
+            task.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+
+    def _is_handled(self, name: str, running: RunningRanks) -> bool:
+        """Returns whether a node's failure needs no reaction.
+
+        Whether a layout fits without the node may be different in the next incarnation.
+        """
+        number = self._handled.get(name)
+        if number is None or self._policy == "report":
+            return number is not None
+        return number == running.incarnation.number
+
+    def _begin_checks(self, failed: FailedNode) -> None:
+        if failed.limits and failed.node not in self._checks:
+            task = asyncio.get_running_loop().create_task(self._check(failed))
+            self._checks[failed.node] = task
+
+    async def _check(self, failed: FailedNode) -> None:
+        """Measures a node again and again until it passes or is no longer present."""
+        name = failed.node
+        while True:
+            # A node that passes and then fails in the job again waits longer each time.
+            wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
+            self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
+            await asyncio.sleep(wait_s)
+            node = self._members.nodes[name]
+            if node.status != "present":
+                del self._checks[name]
+                return
+            # Ranks on the node would disturb the measurement. The job's own probes measure it.
+            if name not in self._in_use() and await self._passes(node, failed):
+                self._members.events.put_nowait(Event("passed", name, {}))
+                return
+
+    async def _passes(self, node: Node, failed: FailedNode) -> bool:
+        """Returns whether all devices of a node reach the figures that it missed."""
+        for local_rank in range(node.slots):
+            self._count += 1
+            order = {
+                "key": f"check-{self._count}/{node.name}",
+                "variables": {"LOCAL_RANK": str(local_rank)},
+                "arguments": [json.dumps({"limits": dict(failed.limits)})],
+            }
+            try:
+                answer = await self._members.ask(
+                    node.name, "start", _CHECK_S, ranks=[order], program="check"
+                )
+            except OSError:
+                return False
+            if answer["status"] != 0:
+                return False
+        return True

@@ -1,0 +1,113 @@
+"""Says which nodes of a job a probe found slow, and what they must reach to pass again.
+
+A slow rank is the fault of its node. So is a slow link or group within a node. A slow link between
+two nodes is the fault of the node more of whose links are slow::
+
+    a ── b ── c ══ d ══ e      slow: c-d, d-e      d: 2 of 2 links,  c and e: 1 of 2 and 1 of 1
+
+If both nodes have the same share of slow links, or a group of several nodes is slow, no node is
+named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.adaptive.profiling.probe_findings import MEASURES, OF_DEVICE, OF_LINK, Figure, Outlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedNode:
+    """Describes a node that failed a probe.
+
+    Attributes:
+        node: Name of the node.
+        text: Worst outlier of the node: subject, quantity, figure, and the others' median.
+        limits: Least figure with which the node passes again, in bytes/s, FLOP/s or Hz, by
+            quantity. Empty if the node cannot measure them alone, as with a slow link.
+    """
+
+    node: str
+    text: str
+    limits: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the node's entry in ``progress.jsonl``."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, entry: Any) -> FailedNode | None:
+        """Reads an entry of ``progress.jsonl``; returns ``None`` if it is damaged."""
+        if not isinstance(entry, dict):
+            return None
+        node = entry.get("node")
+        text = entry.get("text")
+        limits = entry.get("limits")
+        if not isinstance(node, str) or not isinstance(text, str) or not isinstance(limits, dict):
+            return None
+        is_sound = all(isinstance(limit, int | float) for limit in limits.values())
+        if not is_sound or not limits.keys() <= MEASURES.keys():
+            return None
+        return cls(node=node, text=text, limits=limits)
+
+
+def find_failed_nodes(
+    outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
+) -> list[FailedNode]:
+    """Returns the nodes at fault for the outliers of a probe.
+
+    Args:
+        outliers: Outliers of the probe.
+        figures: All figures of the probe.
+        nodes: Name of each global rank's node.
+    """
+    shares = _slow_shares(outliers, figures, nodes)
+    by_node: dict[str, list[Outlier]] = {}
+    for outlier in outliers:
+        node = _at_fault(outlier, shares, nodes)
+        if node is not None:
+            by_node.setdefault(node, []).append(outlier)
+    failed = []
+    for node, faults in by_node.items():
+        alone = all(outlier.measure in OF_DEVICE for outlier in faults)
+        limits = {outlier.measure: _limit(outlier) for outlier in faults} if alone else {}
+        failed.append(FailedNode(node=node, text=faults[0].text, limits=limits))
+    return failed
+
+
+def _slow_shares(
+    outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
+) -> dict[str, float]:
+    """Returns the share of each node's links to other nodes that are slow."""
+
+    def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
+        pairs = ({nodes[rank] for rank in link} for link in ranks)
+        return Counter(node for pair in pairs if len(pair) > 1 for node in pair)
+
+    measured = links_of({figure.ranks for figure in figures if figure.measure in OF_LINK})
+    slow = links_of({outlier.ranks for outlier in outliers if outlier.measure in OF_LINK})
+    return {node: slow[node] / count for node, count in measured.items()}
+
+
+def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
+    """Returns the node at fault for an outlier, ``None`` if it is not known."""
+    involved = list(dict.fromkeys(nodes[rank] for rank in outlier.ranks))
+    if len(involved) == 1:
+        return involved[0]
+    if outlier.measure not in OF_LINK:
+        return None
+    worst = max(involved, key=lambda node: shares[node])
+    is_clear = all(shares[node] < shares[worst] for node in involved if node != worst)
+    return worst if is_clear else None
+
+
+def _limit(outlier: Outlier) -> float:
+    """Returns the least figure that is no outlier, in the figure's own unit."""
+    measure = MEASURES[outlier.measure]
+    reference = outlier.median / measure.scale
+    if outlier.is_against_sheet:
+        return measure.least_sheet * reference
+    return reference / measure.least_factor
