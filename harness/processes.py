@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -24,6 +25,28 @@ def environment(**variables: str) -> dict[str, str]:
     # Ranks that an elastic job ends would print warnings of torch's C++ part.
     fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**os.environ, **fixed, **variables}
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the children of a process, none if it has ended.
+
+    Who looks at them often saves much: for the same question ``psutil`` reads the state of every
+    process of the machine.
+    """
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
+    return children
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Returns all processes below a process, parents before their children."""
+    family = children_of(pid)
+    for member in family:
+        family += children_of(member)
+    return family
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
@@ -89,19 +112,22 @@ def train(
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def run_module(module: str, *arguments: object, limit_s: float, **variables: str) -> Any:
+def run_module(
+    module: str, *arguments: object, limit_s: float, prefix: Sequence[str] = (), **variables: str
+) -> Any:
     """Runs a module as a program; returns the JSON that it prints.
 
     Args:
         module: Name of the module.
         arguments: Arguments of the program.
         limit_s: Seconds after which it is killed.
+        prefix: Command that runs the program, such as ``unshare`` with its options.
         variables: Further variables of the environment.
 
     Raises:
         RuntimeError: The program failed, or the time limit passed.
     """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [*prefix, sys.executable, "-m", module, *map(str, arguments)]
     try:
         done = subprocess.run(
             command,

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +63,34 @@ def _machine_code() -> Iterator[None]:
     for made, folder in kept:
         with contextlib.suppress(OSError):
             _copy_machine_code(made, folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives all programs that tests start a folder for temporary files, which ends with the run.
+
+    A program that is killed leaves its temporary files: some thousands in a run of all tests.
+    """
+    tmp_path_factory.getbasetemp()  # outside of it, where folders of failed tests stay
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Path(folder).chmod(0o1777)  # some tests run programs as another user
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Keeps the name of a test's folder, which pytest has removed, from being used again.
+
+    A process of the earlier test could write to the folder of a later one.
+    """
+    if fixturedef.argname == "tmp_path" and fixturedef.cached_result is not None:
+        folder = fixturedef.cached_result[0]
+        if isinstance(folder, Path) and folder.parent.is_dir():
+            folder.mkdir(exist_ok=True)
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:

@@ -25,7 +25,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs n
 # Runs in processes of its own, forked where torch is loaded and nothing else: megatron-core must be
 # imported after the substitutions, or before them, and only once for it takes seconds.
 EXPERIMENTS = """
-import importlib, json, os, sys, tempfile, traceback, warnings
+import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
 import torch
 from megatron.adaptive import accelerator, without_cuda
@@ -111,11 +111,12 @@ def grouped_products():
 
 def between_two(function):
     import torch.distributed as dist
-    name = tempfile.mktemp()
+    name = os.path.join(tempfile.mkdtemp(), "store")
     child = os.fork()
     try:
-        store = dist.FileStore(name, 2)
-        dist.init_process_group("gloo", store=store, rank=int(child == 0), world_size=2)
+        limit = datetime.timedelta(seconds=60)
+        rank, store = int(child == 0), dist.FileStore(name, 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
         return function(dist.group.WORLD)
     finally:
         if child == 0:
@@ -265,16 +266,28 @@ def canaries():
     for item in answers.items():
         print(json.dumps(item), flush=True)
 
+names = {}
 for function in (late, canaries):
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             function()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-sys.exit(max(os.wait()[1] for _ in range(2)) >> 8)
+    names[child] = function.__name__
+failed = 0
+for _ in range(2):
+    child, status = os.wait()
+    if code := os.waitstatus_to_exitcode(status):
+        print(f"{names[child]} ended with status {code}", file=sys.stderr)
+        failed = 1
+sys.exit(failed)
 """
+LIMIT_S = 200
+"""Seconds after which an experiment prints its stacks and ends."""
 # A torch that was built for CUDA complains otherwise than one that was not.
 NO_CUDA = (
     "Found no NVIDIA driver"
@@ -300,16 +313,35 @@ CANARIES: dict[str, tuple[Any, str]] = {
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     """What the experiments answered; of a canary ``{"value": ...}`` or ``{"error": text}``."""
-    done = subprocess.run(
-        [sys.executable, "-c", EXPERIMENTS],
+    done = experiments(LIMIT_S)
+    assert done.returncode == 0, failure_of(done)
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs the experiments, each of which ends with its stacks at the limit."""
+    return subprocess.run(
+        [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=limit_s + 40,
     )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def failure_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns the reason of a failed run: its status, its errors and its last answer."""
+    answer = (done.stdout.splitlines() or ["none"])[-1][:500]
+    return f"status {done.returncode}; last answer: {answer}; errors:\n{done.stderr}"
+
+
+def test_experiments_that_fail_say_why() -> None:
+    """All tests of this file once failed without a reason, and a killed experiment had status 0."""
+    text = failure_of(experiments(0.2))
+    assert "status 1" in text
+    assert "Timeout (0:00:00.200000)!" in text
+    assert "canaries ended with status 1" in text
 
 
 @without_gpu

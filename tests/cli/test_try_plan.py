@@ -12,13 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.processes import children_of
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
 from ..multiprocess.launch import ROOT, environment
 
-SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-SMALL += "--max-position-embeddings 16 --vocab-size 100"
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+SMALL += "--max-position-embeddings 32 --vocab-size 100"
 # Few operations for much memory, most of it in the matrices of the vocabulary.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
@@ -78,10 +79,10 @@ def peaks_of_job(path: Path, model: str) -> dict[int, int]:
     peaks: dict[int, int] = {}
     end_s = time.monotonic() + LIMIT_S
     while job.poll() is None and time.monotonic() < end_s:
-        for child in psutil.Process(job.pid).children():
+        for pid in children_of(job.pid):
             try:
-                rank = int(child.environ()["RANK"])
-                status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+                rank = int(psutil.Process(pid).environ()["RANK"])
+                status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
                 peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
             except (psutil.Error, OSError, KeyError, IndexError):
                 continue  # the process starts or ends
@@ -111,6 +112,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) 
     [
         ({"tensor": 2, "pipeline": 2}, {"schedule": "zb-h1"}, 3),
         ({"pipeline": 2, "chunks": 2}, {"schedule": "adaptive", "partition": [1, 0, 0, 1]}, 1),
+        ({"pipeline": 2}, {"schedule": "adaptive", "sequence_slices": 2, "activation_cap": 2.5}, 1),
         ({"data": 4}, {"distributed_optimizer": True, "partition": [2]}, 2),
     ],
 )

@@ -135,7 +135,7 @@ class Case:
         stages = ProgramStages(
             programs=[programs] * self.count,
             microbatches=[self.microbatch(number) for number in range(self.count)],
-            random=RandomKey(7, 0, CPU),
+            random=RandomKey(7, CPU),
             held=held,
             device=CPU,
             meters=[ActivationMeter()] * self.count,

@@ -73,6 +73,41 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
         assert pipeline.eval(step) == pytest.approx(plain, rel=1e-5)
 
 
+def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
+    """The loss has the same bits; gradients are added up in another order."""
+    kinds = [*SAMPLE, viewed(0, 40, 4)]
+    step = [kinds[kind] for kind in (2, 0, 1, 2, 1)]
+    _, gradients = expected(viewer(), step, [1.0] * 5)
+    losses = []
+    orders = {}
+    for order in ("given", "work", "time"):
+        with Pipeline(viewer(), kinds, order=order, **VIEWER) as pipeline:
+            for _ in range(4 if order == "time" else 1):
+                losses.append(pipeline.step(step)[0])
+            require_equal(pipeline, gradients)
+            orders[order] = pipeline.order
+            assert pipeline.eval(step) == pytest.approx(losses[0], rel=1e-5)
+            assert bool(pipeline.costs) == (order == "time")
+            labels = {label for of_stage in pipeline.costs for label in of_stage}
+    assert set(losses) == {losses[0]}
+    assert orders["given"] == (0, 1, 2, 3, 4)
+    # Cheap microbatches are first and last, and equal ones keep their order.
+    assert orders["work"] == (2, 1, 3, 0, 4)
+    assert sorted(orders["time"]) == [0, 1, 2, 3, 4]
+    entries = {"ids", "patches", "sizes"}
+    assert labels == {*entries, "ids pairs", "sizes pairs", "microbatch"}
+
+
+def test_an_unknown_order_or_dealing_is_refused() -> None:
+    wrong: Any
+    for wrong, message in (
+        ({"order": "cost"}, "order 'cost': choose one of given, work, time"),
+        ({"dealing": "given"}, "dealing 'given': choose one of turns, work, time"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Pipeline(viewer(), SAMPLE, **VIEWER, **wrong)
+
+
 def test_a_dictionary_of_another_length_is_recorded(opened: list[Pipeline]) -> None:
     pipeline = Pipeline(knotty(), make_batch(4), micro_batch_size=2, shared_weights=SHARED)
     opened.append(pipeline)
@@ -114,6 +149,27 @@ def test_recordings_are_bounded_and_reported_once(
     assert "no microbatch before had ids [1, 6]" in late
     assert "more than 2 kinds of microbatches are in use: raise max_recordings" in again
     assert len(pipeline._assembly.recordings._kept) == 2
+
+
+def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
+    """The model runs once for it, and once more when the other mode needs the same shapes."""
+    modes = []
+    model = viewer()
+    model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
+    pipeline = Pipeline(model, SAMPLE, **VIEWER)
+    opened.append(pipeline)
+    modes.clear()
+    trained, evaluated = viewed(2, 6), viewed(1, 7)
+    expected_losses = [float(viewer()(**part).detach()) for part in (trained, evaluated)]
+    for _ in range(2):
+        assert pipeline.step([trained])[0] == pytest.approx(expected_losses[0], rel=1e-5)
+        assert pipeline.eval([evaluated]) == pytest.approx(expected_losses[1], rel=1e-5)
+    assert modes == [True, False]
+    assert pipeline.eval([trained]) == pytest.approx(expected_losses[0], rel=1e-5)
+    assert pipeline.step([evaluated])[0] == pytest.approx(expected_losses[1], rel=1e-5)
+    assert modes == [True, False, False, True]
+    assert pipeline.step([trained, evaluated])[0] == pytest.approx(sum(expected_losses) / 2)
+    assert len(modes) == 4
 
 
 def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:

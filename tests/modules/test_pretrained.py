@@ -163,6 +163,9 @@ def test_weights_come_from_the_folder_alone(folders: Path) -> None:
         ({"target_modules": ["nowhere"]}, ["nowhere"]),
         ({"target_modules": "all-linear", "use_dora": True}, ["use_dora"]),
         ({"target_modules": "all-linear", "init_lora_weights": "pissa"}, ["'pissa'"]),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, ["indices=[1]"]),
+        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [3]}, ["tokens=[3]"]),
+        ({"target_modules": ["q_proj"], "layer_replication": [(0, 2)]}, ["layer_replication"]),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -175,6 +178,31 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert "\n" not in str(caught.value)
     for text in ("adapter", *expected_texts):
         assert text in str(caught.value)
+
+
+def test_a_copy_of_a_tied_weight_is_trained_beside_adapters(folders: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    kind = transformers.AutoModelForCausalLM
+    with Pipeline.from_pretrained(
+        folders / "tied", BATCH, micro_batch_size=2, adapter=config
+    ) as pipeline:
+        saved = pipeline.save_pretrained(tmp_path / "before")
+        model = peft.PeftModel.from_pretrained(kind.from_pretrained(folders / "tied"), str(saved))
+        model.eval()
+        with torch.no_grad():
+            assert pipeline.eval(BATCH) == pytest.approx(float(model(**BATCH).loss), rel=1e-5)
+
+
+def test_after_an_error_of_other_code_another_pipeline_can_be_made(folders: Path) -> None:
+    def fail(tensors: object) -> None:
+        raise RuntimeError("mine")
+
+    config = transformers.LlamaConfig(**SMALL)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(RuntimeError, match="mine"):
+        Pipeline(model, BATCH, micro_batch_size=1, initialize=fail)
+    Pipeline.from_pretrained(folders / "tied", BATCH, micro_batch_size=1).close()
 
 
 def test_one_process_saves_one_file_to_a_new_folder(folders: Path, tmp_path: Path) -> None:

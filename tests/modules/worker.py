@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,98 @@ def microbatches_have_shapes_of_their_own() -> None:
             require_same(pipeline.named_parameters(), whole)
             loss = pipeline.eval(pipeline.share(steps[0][:5]))
             assert loss == pytest.approx(evaluated, rel=1e-5)
+
+
+def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str, torch.Tensor]]]]:
+    """Returns a sample, and steps of microbatches of unequal cost, each kind several times."""
+    kinds = [viewed(2, 5, 1), viewed(0, 4, 2), viewed(5, 4, 5)]
+    return kinds, [
+        [kinds[kind] for kind in step]
+        for step in ((2, 0, 1, 1, 0, 1, 0, 1), (2, 1, 2, 1, 1), (0, 1, 2, 1, 2, 1, 1, 1, 0))
+    ]
+
+
+def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
+    """Trains with dropout; returns losses, parameters, and what ran where in each step."""
+    sample, steps = _unequal_steps()
+    losses, places = [], []
+    options |= {"decisive_entries": ["sizes"], "slicing": "record"}
+    with Pipeline(viewer(dropout=0.3), sample, **options) as pipeline:
+        pipeline.set_optimizer(decaying)
+        for step in [*steps, steps[0]]:
+            share = pipeline.share(step)
+            losses.append(pipeline.step(share)[0])
+            places.append((getattr(share, "numbers", None), pipeline.order))
+        parameters = {name: part.detach() for name, part in pipeline.named_parameters()}
+        assert gathered(pipeline.costs) == [pipeline.costs] * RANKS
+        assert bool(pipeline.costs) == ("time" in options.values())
+    return losses, parameters, places
+
+
+def microbatches_are_ordered_and_dealt_by_cost() -> None:
+    """Dropout too is that of the microbatch, wherever and whenever it runs."""
+    losses, _, _ = _trained_by_cost(pipeline_size=4, schedule="1f1b")
+    two: dict[str, Any] = {"pipeline_size": 2, "partition": "4-4"}
+    timed, _, _ = _trained_by_cost(order="time", dealing="time", **two)
+    assert timed == pytest.approx(losses, rel=1e-5)
+    by_work, parameters, places = _trained_by_cost(order="work", dealing="work", **two)
+    assert by_work == pytest.approx(losses, rel=1e-5)
+    by_step = zip(*gathered(places), strict=True)
+    numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
+    for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
+        assert sorted(sum(shares, ())) == list(range(step))
+    # In turns, one replica would train both costly microbatches of the second step.
+    assert not any({0, 2} <= set(share) for share in numbers[1])
+    assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
+    again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
+    assert again == by_work
+    for name, parameter in same.items():
+        assert torch.equal(parameter, parameters[name]), name
+
+
+def disagreement_on_dealt_microbatches_is_named() -> None:
+    """Each refusal is on all ranks before the step, which can then be trained."""
+    rank = dist.get_rank()
+    with make(pipeline_size=2, order="work", dealing="work") as pipeline:
+        dictionary = make_batch(4)
+        text = [make_batch(2, seed, length) for seed, length in enumerate((5, 3, 5, 3))]
+        refused = require_refused
+        mine = pipeline.share(text)
+        other = pipeline.share(text if pipeline.replica else [*text, text[0]])
+        refused(lambda: pipeline.step(other), "ranks", "dealt different batches")
+        shuffled = pipeline.share(text[::-1] if pipeline.replica else text)
+        refused(lambda: pipeline.step(shuffled), "ranks", "dealt different batches")
+        bad: Any = [] if rank == 3 else mine
+        words = ("batch is empty",) if rank == 3 else ("rank 3 refuses its batch: batch is empty",)
+        refused(lambda: pipeline.step(bad), *words)
+        kind: Any = dictionary if pipeline.replica else mine
+        refused(lambda: pipeline.step(kind), "have different kinds of batches")
+        items = [1.0] * len(mine) if pipeline.replica else None
+        refused(lambda: pipeline.step(mine, num_items=items), "disagree on num_items")
+        refused(lambda: pipeline.step(list(mine)), "was not made by share()")
+        refused(lambda: pipeline.share([1.0, 2.0]), "other things than microbatches")
+        refused(lambda: pipeline.eval(mine) if rank else pipeline.step(mine), "different steps")
+        assert pipeline.steps == 0
+        loss, _ = pipeline.step(mine)
+        assert gathered(loss) == [loss] * RANKS
+
+
+def replicas_with_batches_of_another_kind_are_named() -> None:
+    """Without this check they would wait for one another until their time limit."""
+    batch = make_batch(4)
+    with make(pipeline_size=2) as pipeline:
+        second = pipeline.replica == 1
+        listed = [make_batch(2), make_batch(2, 5)]
+        kind: Any = listed if second else batch
+        for run in (pipeline.step, pipeline.eval):
+            require_refused(partial(run, kind), "replicas 0 and 1 have different kinds of batches")
+            items = [1.0, 2.0] if second else None
+            for each in (batch, listed):
+                passed = partial(run, each, num_items=items)
+                require_refused(passed, "replicas 0 and 1 disagree on num_items")
+        assert pipeline.steps == 0
+        loss, _ = pipeline.step(batch)
+        assert gathered(loss) == [loss] * RANKS
 
 
 def steps_are_traced() -> None:

@@ -4,8 +4,8 @@ Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that finds something wro
 test shows its output. The same processes go through all shapes, for starting them takes seconds.
 
 Weights are drawn from their place in the model, and the made-up gradients are a function of each
-weight alone, so that every shape takes the same steps bit for bit. What a shape loads from a
-checkpoint of another can thus be compared with what it computes itself.
+weight alone, so that every shape takes the same steps bit for bit. A shape's state from the
+checkpoint of another one can thus be compared with its own state.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def settings(flags: Flags) -> TrainerConfig:
 
 
 class Jobs:
-    """The job of this process, joined anew whenever the mesh changes."""
+    """The job of this process, which joins again whenever the mesh changes."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
@@ -178,7 +178,7 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that a resumed run needs, as far as this rank holds it."""
-        found = {}
+        tensors_by_name = {}
         leaf = self.optimizer.chained_optimizers[0]
         inner = leaf.optimizer
         for index, chunk in enumerate(self.chunks):
@@ -187,17 +187,21 @@ class Training:
                 held = getattr(parameter, "main_param", None)
                 held = parameter if held is None else held
                 tensors = {"weight": parameter, "main": held, **inner.state.get(held, {})}
-                found |= {f"{key} {part}": _real(name, value) for part, value in tensors.items()}
+                tensors_by_name |= {
+                    f"{key} {part}": _real(name, value) for part, value in tensors.items()
+                }
         for number, group in enumerate(inner.param_groups):
             for name in ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult"):
-                found[f"group {number} {name}"] = torch.tensor(float(group[name]))
+                tensors_by_name[f"group {number} {name}"] = torch.tensor(float(group[name]))
             if leaf.config.use_distributed_optimizer:  # the states are of shares of parameters
-                for place, held in enumerate(group["params"]):
+                for position, held in enumerate(group["params"]):
                     for name, value in inner.state[held].items():
-                        found[f"group {number} {place} {name}"] = value.detach().clone()
+                        tensors_by_name[f"group {number} {position} {name}"] = (
+                            value.detach().clone()
+                        )
         if leaf.config.fp16:
-            found["loss scale"] = self.optimizer.get_loss_scale().clone()
-        return found
+            tensors_by_name["loss scale"] = self.optimizer.get_loss_scale().clone()
+        return tensors_by_name
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -218,24 +222,26 @@ def progress(iteration: int) -> Progress:
     )
 
 
-def require_equal(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+def require_equal(actual: dict[str, Any], expected: dict[str, Any], subject: str) -> None:
     """Checks that two states are equal bit for bit."""
-    if found.keys() != expected.keys():
-        raise SystemExit(f"{what}: {sorted(found.keys() ^ expected.keys())[:6]} on one side only")
+    if actual.keys() != expected.keys():
+        raise SystemExit(
+            f"{subject}: {sorted(actual.keys() ^ expected.keys())[:6]} on one side only"
+        )
     for name, value in expected.items():
-        if not torch.equal(found[name], value):
-            gap = (found[name].double() - value.double()).abs()
-            raise SystemExit(f"{what}: {name} differs in {int((gap > 0).sum())} places")
+        if not torch.equal(actual[name], value):
+            gap = (actual[name].double() - value.double()).abs()
+            raise SystemExit(f"{subject}: {name} differs in {int((gap > 0).sum())} places")
 
 
 def shape(tp: int, pp: int, chunks: int = 1, **flags: str | None) -> Flags:
-    given: Flags = {
+    flags_of_shape: Flags = {
         "--tensor-model-parallel-size": str(tp),
         "--pipeline-model-parallel-size": str(pp),
     }
     if chunks > 1:
-        given["--num-virtual-stages-per-pipeline-rank"] = str(chunks)
-    return given | {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+        flags_of_shape["--num-virtual-stages-per-pipeline-rank"] = str(chunks)
+    return flags_of_shape | {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
 
 
 def saving(folder: Path) -> Flags:
@@ -260,13 +266,13 @@ def reshape(
         run.step()
         later = run.state()
         for number, source in enumerate(sources):
-            what = f"{source} -> {target}"
+            subject = f"{source} -> {target}"
             run = Training(jobs, common | target | {"--load": str(folder / f"{number}")})
             if run.checkpoints.load() != progress(2):
-                raise SystemExit(f"{what}: the counters are not those that were saved")
-            require_equal(run.state(), saved, f"{what} loaded")
+                raise SystemExit(f"{subject}: the counters are not those that were saved")
+            require_equal(run.state(), saved, f"{subject} loaded")
             run.step()
-            require_equal(run.state(), later, f"{what} one step later")
+            require_equal(run.state(), later, f"{subject} one step later")
 
 
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
@@ -292,7 +298,7 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
     split: Flags = {
         "--use-distributed-optimizer": None,
-        # Equally many rows for each mesh: in a share of the state nobody can tell rows apart.
+        # Each mesh has the same number of rows, because rows in a share of the state have no names.
         "--make-vocab-size-divisible-by": "64",
     }
     together: Flags = {"--ckpt-fully-parallel-load": None}
@@ -385,10 +391,10 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     run.checkpoints.saver.drain()
     saved = run.state()
     shared, rank = CheckpointFolder(folder / "shared"), dist.get_rank()
-    own = run.local._folder.steps()
-    if shared.latest() != 4 or len(shared.steps()) > 2 or list(own) != [3, 4]:
-        raise SystemExit(f"{shared.steps()} in shared storage and {own} on a node")
-    here = {one.name for one in own[4].glob("*.distcp")}
+    steps_on_node = run.local._folder.steps()
+    if shared.latest() != 4 or len(shared.steps()) > 2 or list(steps_on_node) != [3, 4]:
+        raise SystemExit(f"{shared.steps()} in shared storage and {steps_on_node} on a node")
+    here = {path.name for path in steps_on_node[4].glob("*.distcp")}
     if here != {f"__{rank}_0.distcp"}:
         raise SystemExit(f"a node has {here}")
     dist.barrier()
@@ -398,9 +404,9 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
             raise SystemExit("it is not the newest that is loaded")
         if not target:
             require_equal(again.state(), saved, "loaded")
-    if rank == 0:  # of the right sizes, so that who reads it notices
-        for one in shared.complete_path(4).glob("*.distcp"):
-            one.write_bytes(bytes(one.stat().st_size))
+    if rank == 0:  # files of the right sizes: only reading shows the damage
+        for path in shared.complete_path(4).glob("*.distcp"):
+            path.write_bytes(bytes(path.stat().st_size))
     dist.barrier()
     again = Training(jobs, flags)
     again.resume()
@@ -435,17 +441,17 @@ def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
     undisturbed = Training(jobs, shape(1, 2))
     undisturbed.step(expected)
     run = Training(jobs, flags)
-    found = run.resume()
-    if found != progress(expected):
-        raise SystemExit(f"it goes on from {found}")
+    resumed = run.resume()
+    if resumed != progress(expected):
+        raise SystemExit(f"it continues from {resumed}")
     require_equal(run.state(), undisturbed.state(), "loaded")
     run.step()
     undisturbed.step()
     require_equal(run.state(), undisturbed.state(), "one step later")
     run.checkpoints.save(progress(expected + 1))
-    own = list(run.local._folder.steps())
-    if own[-1] != expected + 1:
-        raise SystemExit(f"a node has {own}")
+    steps = list(run.local._folder.steps())
+    if steps[-1] != expected + 1:
+        raise SystemExit(f"a node has {steps}")
 
 
 SCENARIOS = {

@@ -23,8 +23,8 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
-    found: list[float] = reports[0]
-    return found
+    losses: list[float] = reports[0]
+    return losses
 
 
 def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
@@ -35,7 +35,7 @@ def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
 
 
 Numbers = dict[str, list[float]]
-"""What a job reported, by name: a value for each iteration."""
+"""Reports of a job by name, a value for each iteration."""
 
 
 def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
@@ -70,11 +70,11 @@ def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 def differences(numbers: Numbers, expected: Numbers) -> Numbers:
     """Relative differences of all numbers, as far as both jobs have iterations."""
     assert numbers.keys() == expected.keys()
-    found: Numbers = {}
+    ratios: Numbers = {}
     for name, values in numbers.items():
         pairs = zip(values, expected[name], strict=False)
-        found[name] = [abs(value - right) / abs(right) for value, right in pairs]
-    return found
+        ratios[name] = [abs(value - right) / abs(right) for value, right in pairs]
+    return ratios
 
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
@@ -84,8 +84,8 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
         numbers_of(reference, outcome, further),
     )
     return {
-        # What an iteration rounds differently, those after it start from.
-        name: [max(ROUNDING, SPREADS * max(values[: at + 1])) for at in range(len(values))]
+        # Later iterations start from numbers that an earlier one rounded differently.
+        name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
         for name, values in spread.items()
     }
 

@@ -12,7 +12,7 @@ from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
 
 STEPS = 3
-SHORT_STEPS = 2  # of what is beyond shapes and schedules; validation comes after them
+SHORT_STEPS = 2  # cases beyond shapes and schedules; validation follows
 
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -25,7 +25,7 @@ MODERN = (
 # Documents of 20 to 80 tokens, some of them cut.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
-# What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
+# DeepSeek: latent attention, two tokens more to predict, a loss per token.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
 DEEPSEEK = (
@@ -34,13 +34,13 @@ DEEPSEEK = (
     "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
     "--calculate-per-token-loss --eod-mask-loss"
 )
-# With experts as well, whose balance the router's bias keeps, and one that all tokens share.
+# Experts balanced by the router's bias, and one that all tokens share.
 DEEPSEEK_EXPERTS = (
     f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
-# What Gemma does otherwise: norms behind both blocks, bounded scores, other positions in windows.
+# Gemma: norms behind both blocks, bounded scores, other positions in windows.
 GEMMA = (
     f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
     "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
@@ -123,8 +123,8 @@ class Case:
         tp, pp, chunks, dp, cp: the shape.
         extra: further flags.
         model: flags that change the numbers; the reference has them too.
-        run: tells two runs of one job apart.
-        after: the job from whose checkpoint this one goes on.
+        run: Number that distinguishes two runs of one job.
+        after: Job whose checkpoint this one continues.
         until: last iteration; chosen from the other attributes where 0.
         variant: other sums or an error planted into one process, see ``variants.py``.
     """
@@ -154,21 +154,21 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        # Of different lengths, the whole batch at once: no padding is ever a token of the loss.
+        # Documents of different lengths are one microbatch: padding is never a token of the loss.
         at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
         until = self.until if self.until > SHORT_STEPS else 0
         return Case("megatron", model=self.model, extra=at_once, until=until)
 
     def __str__(self) -> str:
         """Returns the name of the case, which is also that of its test."""
-        words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
-        words += [f"cp{self.cp}"] if self.cp > 1 else []
-        words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
-        words += [f"run{self.run}"] if self.run > 1 else []
-        words += [f"until{self.until}"] if self.until else []
-        words += [f"after-{self.after}"] if self.after else []
-        words += [self.variant] if self.variant else []
-        return "-".join(word for word in words if word)
+        parts = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
+        parts += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
+        parts += [f"run{self.run}"] if self.run > 1 else []
+        parts += [f"until{self.until}"] if self.until else []
+        parts += [f"after-{self.after}"] if self.after else []
+        parts += [self.variant] if self.variant else []
+        return "-".join(word for word in parts if word)
 
     def to_json(self) -> dict[str, Any]:
         """The case as ``worker.py`` takes it."""
@@ -316,8 +316,8 @@ PLACED = (
 )
 PACK, BALANCED = "--pack-to 100", "--balance-replicas both"
 DIFFERENT_LENGTHS = tuple(
-    Case(*words, **shape, model=model)  # type: ignore[arg-type]
-    for model, words, shape in (
+    Case(*positional, **shape, model=model)  # type: ignore[arg-type]
+    for model, positional, shape in (
         (LENGTHS, ("1f1b",), {"pp": 2, "extra": PACK}),
         (LENGTHS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {PACK}"}),
         (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "extra": f"{PACK} {RECOMPUTE}"}),
@@ -410,8 +410,8 @@ SLICED = (
 )
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
-    Case(*words, **shape, model=model)  # type: ignore[arg-type]
-    for model, words, shape in (
+    Case(*positional, **shape, model=model)  # type: ignore[arg-type]
+    for model, positional, shape in (
         # Dispatchers, expert parallelism, tensor parallelism, pipeline, placement, split: in pairs.
         (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
         (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),

@@ -55,32 +55,32 @@ def share_gloo_device() -> None:
 
 def main() -> None:
     """Runs the program as ``__main__`` in this process."""
-    given = json.loads(sys.argv[1])
-    words = sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    command = sys.argv[2:]
     for number, name in ((1, "output"), (2, "error")):
-        file = os.open(given[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(settings[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(file, number)
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    for variable in set(os.environ).difference(given["names"]):
+    for variable in set(os.environ).difference(settings["names"]):
         del os.environ[variable]
     tempfile.tempdir = None
     if (folder := os.environ.pop("FORKED_FOLDER", None)) is not None:
         os.chdir(folder)
     shorten_mock_data()
     share_gloo_device()
-    # As a new process has them.
+    # A new process has these handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    if words[0] == "-m":
-        sys.argv = words[1:]
+    if command[0] == "-m":
+        sys.argv = command[1:]
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = command
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":

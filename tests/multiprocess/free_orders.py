@@ -29,20 +29,22 @@ ORIGINS = {
 def free_order(file: str) -> Schedule:
     """Returns the schedule in the file with this name."""
     origin = ORIGINS[file]
-    found = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
+    schedule = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)
     for _ in range(200):
-        orders = [list(order) for order in found.orders]
+        orders = [list(order) for order in schedule.orders]
         order = chance.choice(orders)
-        place = chance.randrange(len(order) - 1)
-        order[place : place + 2] = order[place + 1], order[place]
-        changed = dataclasses.replace(found, name=Path(file).stem, orders=tuple(map(tuple, orders)))
+        index = chance.randrange(len(order) - 1)
+        order[index : index + 2] = order[index + 1], order[index]
+        changed = dataclasses.replace(
+            schedule, name=Path(file).stem, orders=tuple(map(tuple, orders))
+        )
         try:
             validate(changed)
         except ScheduleError:
             continue
-        found = changed
-    return found
+        schedule = changed
+    return schedule
 
 
 def write_files(folder: Path) -> None:

@@ -50,7 +50,7 @@ class Loaded:
         self.run = build_run(self.job)
         for chunk in self.run.chunks:
             for parameter in chunk.parameters():
-                parameter.data.fill_(torch.nan)  # none may keep what it was drawn from
+                parameter.data.fill_(torch.nan)  # no weight may keep its first value
         Checkpoints(self.run).load()
         self.predicted: torch.Tensor | None = None
 
@@ -87,15 +87,15 @@ class Loaded:
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Runs a model that gives losses alone; its logits come one after the other."""
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
-            lambda _, given, output: found.append(output[0].transpose(0, 1).clone())
+            lambda _, inputs, output: outputs.append(output[0].transpose(0, 1).clone())
         )
         model(tokens, places, None, labels=tokens)
         hook.remove()
-        self.predicted = gather_from_tensor_model_parallel_region(found[0])
-        return found[-1]
+        self.predicted = gather_from_tensor_model_parallel_region(outputs[0])
+        return outputs[-1]
 
     def _payload(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         length = tokens.shape[1]
@@ -107,8 +107,8 @@ class Loaded:
         """Takes a step; returns the gradients that each rank has."""
         batch, kept = microbatches(tokens[:, None]), list[Shards]()
         Step(self.run).train(batch, len(batch), 1, lambda: kept.append(self._shards()))
-        found: list[Shards] = self.job.gather(kept[0])
-        return found
+        gathered: list[Shards] = self.job.gather(kept[0])
+        return gathered
 
     def _shards(self) -> Shards:
         return shards_of_gradients(self.run)
@@ -136,21 +136,21 @@ def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
     # One more id comes on top, for the end of documents.
     loaded = Loaded(meshes, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
     with torch.no_grad():
-        found = loaded.logits(tokens[:, :-1])
+        computed = loaded.logits(tokens[:, :-1])
     name = f"{case['model']} {' '.join(case['flags'])}"
-    if found is not None:
-        found = found[..., : logits.shape[-1]]
-        worst = gap(found, logits)
+    if computed is not None:
+        computed = computed[..., : logits.shape[-1]]
+        worst = gap(computed, logits)
         if predicted is not None:
             assert loaded.predicted is not None
-            found = loaded.predicted[..., : logits.shape[-1]]
-            worst = max(worst, gap(found, predicted))
+            computed = loaded.predicted[..., : logits.shape[-1]]
+            worst = max(worst, gap(computed, predicted))
         print(f"LOGITS {worst:.3e} {name}", flush=True)
     parts = loaded.gradients(tokens)
     if dist.get_rank() == 0:
         with HuggingFaceReader(model, loaded.config) as reader:
             gradients = joined(parts, reader.tensors)
-        worst = max((gap(gradients[key], one), key) for key, one in expected.items())
+        worst = max((gap(gradients[key], tensor), key) for key, tensor in expected.items())
         print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {name}", flush=True)
     meshes.leave(loaded.job, loaded.run)
 

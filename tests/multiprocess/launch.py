@@ -1,8 +1,8 @@
 """Runs programs as ranks on this machine, with a time limit that leaves no process behind.
 
 Ranks are forked from one process for each process of the tests, the fork server of a job's nodes:
-importing torch and megatron-core takes longer than most programs. Where the launcher itself is
-under test, or what a user's process imports, tests start processes of their own.
+importing torch and megatron-core takes longer than most programs. If the launcher itself is under
+test, or the imports of a user's process, tests start processes of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import itertools
 import json
+import os
+import random
 import select
 import shutil
 import signal
@@ -33,6 +35,8 @@ WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
+SOCKET = "TESTS_NODE_FORKSERVERS"
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 120.0
 GRACE_S = 2.0
 
@@ -43,18 +47,21 @@ class Forkserver:
     Not thread-safe.
 
     Args:
-        python_path: where it imports from before the environment.
+        python_path: Folders from which it imports before the environment.
     """
 
     def __init__(self, python_path: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tests-forkserver-"))
-        self._orders, theirs = socket.socketpair()
+        self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         module = "megatron.adaptive.cluster.rank_forkserver"
-        with theirs, self._log.open("w") as log:
+        if python_path == str(ROOT) and SOCKET in os.environ:
+            # Tests that another test runs: its server forks this one, with all imports.
+            python_path = f"{NODES}:{ROOT}"
+        with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", module, str(server_end.fileno())],
+                pass_fds=[server_end.fileno()],
                 env=environment(PYTHONPATH=python_path),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -77,18 +84,18 @@ class Forkserver:
         """Forks a program and returns its key.
 
         Args:
-            command: a script and its arguments, or ``-m``, a module and its arguments.
-            output: file that what it prints is added to.
-            error: the same for its standard error, which may be the same file.
-            variables: its whole environment.
+            command: Script and its arguments, or ``-m``, a module and its arguments.
+            output: File to which its output is added.
+            error: File to which its errors are added; may be the same.
+            variables: Whole environment.
         """
         key = str(next(self._keys))
-        given = {"output": str(output), "error": str(error), "names": sorted(variables)}
+        settings = {"output": str(output), "error": str(error), "names": sorted(variables)}
         order = {
             "key": key,
             "variables": variables,
             "script": str(RANK),
-            "arguments": [json.dumps(given), *command],
+            "arguments": [json.dumps(settings), *command],
             "folder": str(output.parent),
         }
         self._orders.sendall(json.dumps({"start": order}).encode() + b"\n")
@@ -105,14 +112,14 @@ class Forkserver:
         """
         path = self._folder / "nodes"
         if self._nodes is None:
-            words = [str(NODES / "sitecustomize.py"), str(path)]
-            given = {"output": self._log, "error": self._log, "variables": environment()}
-            self._nodes = self.start(words, **given)  # type: ignore[arg-type]
+            command = [str(NODES / "sitecustomize.py"), str(path)]
+            files = {"output": self._log, "error": self._log, "variables": environment()}
+            self._nodes = self.start(command, **files)  # type: ignore[arg-type]
             end_s = time.monotonic() + START_LIMIT_S
             while not path.exists():
                 assert time.monotonic() < end_s, tail(self._log)
                 time.sleep(0.01)
-        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", "TESTS_NODE_FORKSERVERS": str(path)}
+        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", SOCKET: str(path)}
         return psutil.Process(self._pids[self._nodes]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
@@ -151,7 +158,7 @@ class Forkserver:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, end_s: float) -> bool:
-        """Takes in messages; false where the time is over or the fork server ended."""
+        """Takes in messages; returns false if the time is over or the fork server ended."""
         if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return False
         data = self._orders.recv(1 << 16)
@@ -179,15 +186,22 @@ def forkserver(python_path: str = str(ROOT)) -> Forkserver:
 
 
 def free_port() -> int:
-    """Returns a port of TCP that nobody listens at; somebody else may take it."""
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Returns a port of TCP at which nobody listens, and which the system gives to nobody.
+
+    A port of the system's own range could be taken before the test opens it.
+    """
+    first = int(PORT_RANGE.read_text().split()[0])
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(min(10_000, first // 2), first)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until something is so; ``why`` says what is the matter where it does not become so."""
+    """Waits until a condition holds; ``why`` returns the reason why it does not."""
     end_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < end_s, f"not within {limit_s:g} s: {why()}"
@@ -232,11 +246,11 @@ def run_ranks(
     """Runs a program as the ranks of a job, in the environment that ``torchrun`` gives.
 
     Args:
-        command: a script and its arguments, or ``-m``, a module and its arguments.
-        world_size: number of ranks.
-        log: file for what all ranks write; they run in its folder.
-        limit_s: ranks find it in ``WATCHDOG_S``; five seconds later everything is killed.
-        python_path: where ranks import from before the environment.
+        command: Script and its arguments, or ``-m``, a module and its arguments.
+        world_size: Number of ranks.
+        log: File for the output of all ranks; they run in its folder.
+        limit_s: Seconds, which ranks find in ``WATCHDOG_S``; five later all are killed.
+        python_path: Folders from which ranks import before the environment.
 
     Returns:
         The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
@@ -252,17 +266,16 @@ def run_ranks(
 
 
 class Ranks:
-    """Ranks of a job that run while the test goes on; see :func:`run_ranks`.
+    """Ranks of a job that run while the test continues; see :func:`run_ranks`.
 
     Args:
-        command: as for :func:`run_ranks`, as ``world_size``, ``log``, ``limit_s`` and
-            ``python_path`` are.
-        variables: further ones of their environment.
-        server: forks them, the one of this process if ``None``.
+        command: Command of a rank; it and the next four are those of :func:`run_ranks`.
+        variables: Further variables of their environment.
+        server: Fork server, the one of this process if ``None``.
 
     Attributes:
-        server: which forked them.
-        keys: of the ranks there.
+        server: Fork server of the ranks.
+        keys: Keys of the ranks on the server.
     """
 
     def __init__(
@@ -281,17 +294,19 @@ class Ranks:
         self.keys: list[str] = []
         common = _rank_variables(world_size, limit_s, self._store.port, python_path)
         for rank in range(world_size):
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            given = environment(**common, **own, **(variables or {}))
-            self.keys.append(self.server.start(command, output=log, error=log, variables=given))
+            rank_variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            whole_environment = environment(**common, **rank_variables, **(variables or {}))
+            self.keys.append(
+                self.server.start(command, output=log, error=log, variables=whole_environment)
+            )
 
     def processes(self) -> list[psutil.Process]:
         """Returns those that still run."""
-        found = []
+        alive = []
         for key in self.keys:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(self.server._pids[key]))
-        return found
+                alive.append(psutil.Process(self.server._pids[key]))
+        return alive
 
     def wait(self, limit_s: float) -> list[int]:
         """Waits until all have ended or one has failed; returns those statuses."""
@@ -341,16 +356,16 @@ def torchrun(
     """Runs a script as the ranks of a job, as :func:`run_ranks` does.
 
     Args:
-        script: the program of every rank.
-        arguments: its arguments.
-        world_size: number of ranks.
-        log: file for what all ranks write.
-        limit_s: as for :func:`run_ranks`.
-        fresh: whether ranks import everything themselves, started by torchrun.
-        python_path: where ranks that are not fresh import from before the environment.
+        script: Program of every rank.
+        arguments: Arguments of the program.
+        world_size: Number of ranks.
+        log: File for the output of all ranks.
+        limit_s: Seconds, see :func:`run_ranks`.
+        fresh: Whether ranks import everything themselves, started by torchrun.
+        python_path: Folders from which other ranks import before the environment.
 
     Raises:
-        AssertionError: the ranks did not all succeed; holds the end of what they wrote.
+        AssertionError: A rank failed; holds the end of their output.
     """
     if fresh:
         status = _run_fresh(script, arguments, world_size, log, limit_s)
@@ -387,9 +402,9 @@ def start(
     """Starts a program in a session of its own.
 
     Args:
-        command: itself and its arguments.
-        log: new file for what it prints; it runs in that folder.
-        variables: its whole environment.
+        command: Program and its arguments.
+        log: New file for its output; it runs in that folder.
+        variables: Whole environment.
     """
     with log.open("w") as output:
         return subprocess.Popen(
@@ -413,21 +428,21 @@ def run_forked(
     """Runs a program as ``subprocess.run`` does, forked from what has imported torch already.
 
     Args:
-        command: a script and its arguments, or ``-m``, a module and its arguments.
-        folder: where it runs.
-        limit_s: after which it is killed.
-        variables: of its environment, besides :func:`environment`.
+        command: Script and its arguments, or ``-m``, a module and its arguments.
+        folder: Folder in which it runs.
+        limit_s: Seconds after which it is killed.
+        variables: Variables of its environment besides :func:`environment`.
 
     Raises:
-        AssertionError: it took longer; holds the end of what it wrote.
+        AssertionError: It took longer; holds the end of its output.
     """
     server = forkserver()
     with tempfile.TemporaryDirectory(prefix="tests-output-") as name:
         output, error = Path(name, "output"), Path(name, "error")
         output.touch()
         error.touch()
-        given = environment(**(variables or {}), FORKED_FOLDER=str(folder))
-        key = server.start(command, output=output, error=error, variables=given)
+        whole_environment = environment(**(variables or {}), FORKED_FOLDER=str(folder))
+        key = server.start(command, output=output, error=error, variables=whole_environment)
         try:
             ended = server.wait([key], limit_s)
         finally:
@@ -463,9 +478,9 @@ class CaseRuns:
     processes takes longer than training.
 
     Args:
-        cases_of: the cases of a world size.
-        new_folder: makes a folder of a name, such as ``tmp_path_factory.mktemp``.
-        limit_s: of a job.
+        cases_of: Function that returns the cases of a world size.
+        new_folder: Function that makes a folder of a name, such as ``tmp_path_factory.mktemp``.
+        limit_s: Seconds for a job.
     """
 
     def __init__(
@@ -482,23 +497,23 @@ class CaseRuns:
         self._errors: dict[int, str] = {}
 
     def __call__(self, size: int, name: str) -> dict[str, Any]:
-        """Returns what was seen of a case of a world size; an AssertionError if it did not end."""
+        """Returns the result of a case of a world size; AssertionError if it did not end."""
         if size not in self.folders:
             self._train(size)
         assert name in self._results[size], f"{name}: no result. {self._errors.get(size)}"
-        found: dict[str, Any] = self._results[size][name]
-        return found
+        result: dict[str, Any] = self._results[size][name]
+        return result
 
     def _train(self, size: int) -> None:
         folder = self.folders[size] = self._new_folder(f"ranks{size}")
-        given, taken = folder / "cases.json", folder / "results.json"
-        given.write_text(json.dumps(self._cases_of(size)))
-        words, log = [str(given), str(taken)], folder / "output.txt"
+        cases_file, results_file = folder / "cases.json", folder / "results.json"
+        cases_file.write_text(json.dumps(self._cases_of(size)))
+        arguments, log = [str(cases_file), str(results_file)], folder / "output.txt"
         try:
-            torchrun(WORKER, words, world_size=size, log=log, limit_s=self._limit_s)
+            torchrun(WORKER, arguments, world_size=size, log=log, limit_s=self._limit_s)
         except AssertionError as failure:
             self._errors[size] = str(failure)
-        self._results[size] = json.loads(taken.read_text()) if taken.exists() else {}
+        self._results[size] = json.loads(results_file.read_text()) if results_file.exists() else {}
 
 
 def tail(path: Path, limit: int = 12_000) -> str:

@@ -50,30 +50,32 @@ BASE += " --lora-dropout 0 --seq-length 12"
 Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
-def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
     scale = max(float(expected.abs().max()), 1e-30)
-    return float((found.double() - expected.double()).abs().max()) / scale
+    return float((actual.double() - expected.double()).abs().max()) / scale
 
 
 def shards_of_gradients(run: Run) -> Shards:
     """Returns the gradients of this rank by name, shape of the whole, and place in it."""
-    trained = [one for chunk in run.chunks for one in chunk.parameters() if one.requires_grad]
-    kept = [(one, one.data) for one in trained]
+    trained = [
+        weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
+    ]
+    kept = [(weight, weight.data) for weight in trained]
     for parameter in trained:
         parameter.data = parameter.main_grad.clone()
     weights = megatron_state.sharded_model(run.chunks, megatron_state.METADATA)
     apply_factories(weights)
     kind = MARK if run.job.config.lora.is_on else ""
-    found = {
-        (one.key, tuple(one.global_shape), tuple(one.global_offset)): one.data.detach().clone()[
-            (None,) * one.prepend_axis_num
+    shards = {
+        (part.key, tuple(part.global_shape), tuple(part.global_offset)): part.data.detach().clone()[
+            (None,) * part.prepend_axis_num
         ]
-        for one in nested_values(weights)
-        if isinstance(one, ShardedTensor) and kind in one.key
+        for part in nested_values(weights)
+        if isinstance(part, ShardedTensor) and kind in part.key
     }
     for parameter, data in kept:
         parameter.data = data
-    return found
+    return shards
 
 
 def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
@@ -81,23 +83,26 @@ def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) ->
     assert not output.requires_grad
 
 
-def joined(parts: list[Shards], ours: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
+def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
     """Puts gradients of all ranks together under their names there."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for (name, shape, offset), data in part.items():
             target = whole.setdefault(name, torch.full(shape, torch.nan))
-            place = tuple(slice(at, at + n) for at, n in zip(offset, data.shape, strict=True))
-            target[place] = data
-    found = {
-        name: torch.full(shape, torch.nan) for name, shape in hugging_face_shapes(ours).items()
+            region = tuple(
+                slice(start, start + n) for start, n in zip(offset, data.shape, strict=True)
+            )
+            target[region] = data
+    tensors = {
+        name: torch.full(shape, torch.nan)
+        for name, shape in hugging_face_shapes(core_parts).items()
     }
-    for name, our in ours.items():
-        for one in our.rows:
-            source = whole[name][one.expert] if our.experts else whole[name]
-            target = found[one.name].t() if one.transposed else found[one.name]
-            target[one.first : one.first + one.count] = source[one.row : one.row + one.count]
-    return found
+    for name, our in core_parts.items():
+        for row in our.rows:
+            source = whole[name][row.expert] if our.experts else whole[name]
+            target = tensors[row.name].t() if row.transposed else tensors[row.name]
+            target[row.first : row.first + row.count] = source[row.row : row.row + row.count]
+    return tensors
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -119,11 +124,11 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     model = folder / case["model"]
     expected = load_file(model / "trained.safetensors")
     tokens, losses = expected.pop("tokens"), expected.pop("losses")
-    words = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
+    arguments = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
     # One more id comes on top, for the end of documents.
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    words += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
-    config = parse([*words, *case["flags"]], world_size=dist_size(), last_wins=True)
+    arguments += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
+    config = parse([*arguments, *case["flags"]], world_size=dist_size(), last_wins=True)
     job = meshes.join(config)
     run = build_run(job)
     Checkpoints(run).load()
@@ -138,18 +143,20 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     for iteration in range(1, len(losses) + 1):
         keep = lambda: gradients.append(shards_of_gradients(run))  # noqa: E731
         result = step.train(batch, len(batch), iteration, keep if not gradients else lambda: None)
-        seen += [one for name, one in result.losses.items() if "mtp" not in name]
+        seen += [loss for name, loss in result.losses.items() if "mtp" not in name]
     parts = job.gather((seen, gradients[0]))
     family = load_config(model).family
     if dist.get_rank() == 0:
-        ours = next(torch.tensor(one) for one, _ in parts if one)
+        pipeline_losses = next(torch.tensor(values) for values, _ in parts if values)
         line = f"{case['model']} {' '.join(case['flags'])}"
-        print(f"LOSSES {gap(ours, losses):.3e} {line}", flush=True)
-        if not is_sharded:  # where each replica has the sum of its share alone
+        print(f"LOSSES {gap(pipeline_losses, losses):.3e} {line}", flush=True)
+        if not is_sharded:  # a replica then has the sum of its share alone
             adapters = adapter_tensors(config, core_tensors(config, family))
-            found = joined([one for _, one in parts], adapters)
-            assert found.keys() == expected.keys()
-            worst = max((gap(found[key], one), key) for key, one in expected.items())
+            whole_gradients = joined([shards for _, shards in parts], adapters)
+            assert whole_gradients.keys() == expected.keys()
+            worst = max(
+                (gap(whole_gradients[key], tensor), key) for key, tensor in expected.items()
+            )
             print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {line}", flush=True)
     meshes.leave(job, run)
 

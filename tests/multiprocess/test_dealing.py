@@ -24,9 +24,9 @@ FLAGS = (
 
 
 def losses_of(folder: Path, *flags: str) -> list[float]:
-    words = [*FLAGS, *flags, "--progress-dir", str(folder)]
+    arguments = [*FLAGS, *flags, "--progress-dir", str(folder)]
     folder.mkdir()
-    torchrun(TIMED_LAYERS, words, world_size=2, log=folder / "output.txt", limit_s=200)
+    torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder / "output.txt", limit_s=200)
     lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
@@ -41,8 +41,8 @@ def test_a_slow_replica_gets_less_and_losses_stay(
         monkeypatch.setenv(name, value)
     balanced = ("--balance-replicas", "speed")
     dealt = losses_of(tmp_path / "dealt", *balanced, "--record-schedule", str(record))
-    found = ScheduleRecord.load(record)
-    counts = {step: len(found.dealt(step, BATCH)[0]) for step in found.steps}
+    loaded = ScheduleRecord.load(record)
+    counts = {step: len(loaded.dealt(step, BATCH)[0]) for step in loaded.steps}
     assert len(counts) == len(dealt) == LAST
 
     # Others work on this machine too: most steps count. Ideal are 10 of 40.

@@ -23,8 +23,8 @@ LIMIT_S = 250.0
 
 def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
     log = tmp_path / "output.txt"
-    words = [str(TIMED_LAYERS), *FLAGS]
-    ranks = Ranks(words, world_size=2, log=log, limit_s=LIMIT_S, variables=VARIABLES)
+    command = [str(TIMED_LAYERS), *FLAGS]
+    ranks = Ranks(command, world_size=2, log=log, limit_s=LIMIT_S, variables=VARIABLES)
 
     def told() -> list[str]:
         return [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]

@@ -69,7 +69,7 @@ from .variants import MISSING_SHARE, PLANTED
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-LIMIT_S = 600.0  # of all cases of one world size; on two idle processors a quarter of it
+LIMIT_S = 600.0  # all cases of one world size; two idle processors take a quarter of it
 REL = 1e-5
 
 
@@ -79,7 +79,9 @@ def each(cases: Iterable[Any]) -> list[Any]:
     def ranks(value: Any) -> int:
         return value.world_size if isinstance(value, Case) else max(map(ranks, value))
 
-    return [pytest.param(one, marks=[pytest.mark.long] if ranks(one) > 2 else []) for one in cases]
+    return [
+        pytest.param(case, marks=[pytest.mark.long] if ranks(case) > 2 else []) for case in cases
+    ]
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
@@ -87,20 +89,20 @@ def cases_of(item: pytest.Item) -> list[Case]:
     arguments = getattr(item, "callspec", None)
     if arguments is None or item.path != Path(__file__):
         return []
-    found: list[Case] = []
+    cases: list[Case] = []
     for value in arguments.params.values():
-        found += value if isinstance(value, tuple) else [value]
-    references = [case.reference for case in found]
-    return [*found, *references, *map(with_other_sums, references), PLAIN]
+        cases += value if isinstance(value, tuple) else [value]
+    references = [case.reference for case in cases]
+    return [*cases, *references, *map(with_other_sums, references), PLAIN]
 
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What the ranks of a case saw; all selected cases of a world size train in one job."""
-    wanted = [case for item in request.session.items for case in cases_of(item)]
+    cases = [case for item in request.session.items for case in cases_of(item)]
 
     def of_size(size: int) -> list[dict[str, Any]]:
-        return [case.to_json() for case in dict.fromkeys(wanted) if case.world_size == size]
+        return [case.to_json() for case in dict.fromkeys(cases) if case.world_size == size]
 
     def new_folder(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
@@ -139,7 +141,7 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # With parts of sequences each counts alike, however many tokens it has.
+        # Each part of a sequence counts alike, whatever its number of tokens.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -255,7 +257,7 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # A run that stops as a V, goes on as a loop of other stages and then as a V again.
+    # A run that stops as a V, continues as a loop of other stages and then as a V again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 
@@ -277,5 +279,5 @@ def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> N
     orders = outcome(case)["orders"]
     for first in range(0, case.world_size, case.tp):
         assert all(order == orders[first] for order in orders[first : first + case.tp])
-        kinds = 3 if case.pp > 1 else 2  # with one pipeline rank backwards stay whole
+        kinds = 3 if case.pp > 1 else 2  # backwards stay whole on one pipeline rank
         assert len(set(orders[first])) == kinds * case.chunks * 8 // case.dp

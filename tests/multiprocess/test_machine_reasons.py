@@ -48,11 +48,11 @@ def test_a_rank_beside_another_program(tmp_path: Path, monkeypatch: pytest.Monke
     busy = f"import os; os.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", busy]) as other:
         try:
-            found = reasons(tmp_path)
+            hindrances = reasons(tmp_path)
         finally:
             other.kill()
-    assert [reason.counter for reason in found] == [PROCESSOR_WAIT]
-    assert "may use: 1, fewer than other ranks" in found[0].text
+    assert [reason.counter for reason in hindrances] == [PROCESSOR_WAIT]
+    assert "may use: 1, fewer than other ranks" in hindrances[0].text
 
 
 @pytest.fixture
@@ -83,6 +83,6 @@ def group() -> Iterator[Path]:
 def test_a_rank_with_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Path) -> None:
     monkeypatch.setenv("HINDERED", "1")
     monkeypatch.setenv("GROUP", str(group))
-    found = reasons(tmp_path)
-    assert [reason.counter for reason in found] == [THROTTLED]
-    assert "cpu.max" in found[0].remedy
+    hindrances = reasons(tmp_path)
+    assert [reason.counter for reason in hindrances] == [THROTTLED]
+    assert "cpu.max" in hindrances[0].remedy

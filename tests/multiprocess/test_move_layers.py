@@ -82,9 +82,15 @@ def layers(partition: str) -> list[int]:
 
 def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
     """A case for the worker."""
-    words = f"{BASE} --clip-grad 0 {flags}".split()
-    known = {"name": name, "flags": words, "steps": steps, "evaluate_after": 3, "after": None}
-    return {**known, **more}
+    all_flags = f"{BASE} --clip-grad 0 {flags}".split()
+    defaults = {
+        "name": name,
+        "flags": all_flags,
+        "steps": steps,
+        "evaluate_after": 3,
+        "after": None,
+    }
+    return {**defaults, **more}
 
 
 @pytest.fixture(scope="module")

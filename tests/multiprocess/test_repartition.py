@@ -63,13 +63,13 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     more = ["--save", str(saved), "--save-interval", "50", "--trace-dir", str(traces)]
     more += ["--exit-interval", "7"]
     moved, log = train(tmp_path / "moved", *more)
-    found = MOVED.search(log)
-    assert found is not None, log
-    first, second = map(int, found.groups())
+    match = MOVED.search(log)
+    assert match is not None, log
+    first, second = map(int, match.groups())
     assert first + second == 6
     assert second < 3
     assert moved == {iteration: quiet[iteration] for iteration in range(1, 8)}
-    # Traces and checkpoints tell the partition that was in use, and training goes on from them.
+    # Traces and checkpoints name the partition that was in use, and training continues from them.
     assert read_run(f"{traces}-1").ranks[0].header.layers == (3, 3)
     assert read_run(traces).ranks[0].header.layers == (first, second)
     assert partition_in(saved) == [first, second]
@@ -117,8 +117,8 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
 
 def numbers(log: str) -> list[str]:
     """Returns the figures of each iteration in the log, without times."""
-    words = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
-    return re.findall(words, log)
+    pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
+    return re.findall(pattern, log)
 
 
 def test_expert_layers_are_not_taken_for_dense_ones(
@@ -143,10 +143,10 @@ def test_expert_layers_are_not_taken_for_dense_ones(
         for layer, _, *counts in trace.experts[11].tokens:
             tokens.setdefault(layer, Counter())[trace.header.pp_rank] += sum(counts)
     first = read_run(traces).ranks[0].header.layers[0]
-    assert {layer: list(at) for layer, at in tokens.items()} == {
+    assert {layer: list(ranks) for layer, ranks in tokens.items()} == {
         layer: [int(layer >= first)] for layer in range(2, 6)
     }
-    assert len({at.total() for at in tokens.values()}) == 1
+    assert len({ranks.total() for ranks in tokens.values()}) == 1
     monkeypatch.setenv("LAYER_MS", "0")
     off = ["--repartition", "off"]
     assert moved == train(tmp_path / "still", *experts, *off, world_size=4)[0]

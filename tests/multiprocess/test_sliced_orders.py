@@ -30,18 +30,18 @@ FLAGS = (
 
 def losses_of(folder: Path, flags: str) -> list[float]:
     """Losses of all iterations."""
-    words = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
-    torchrun(TIMED_LAYERS, words, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
+    arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
+    torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Orders of both ranks by step."""
-    found = ScheduleRecord.load(record)
+    loaded = ScheduleRecord.load(record)
     return {
-        step: tuple(found.codes(step, rank, 3) for rank in range(2))  # of 3 microbatches
-        for step in found.steps
+        step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # 3 microbatches
+        for step in loaded.steps
     }
 
 
@@ -78,4 +78,26 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     assert re.search(r"the stages of [0-9-]+ layers are now placed in a (v|loop)", log), log
     run = read_run(traces)
     assert run.num_slices == 2
+    assert run.iterations[-1] in run.complete_iterations()
+
+
+def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = "--train-iters 10 --global-batch-size 2"
+    ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
+    # Each action takes its time, however few tokens it has, so slices only add time.
+    monkeypatch.setenv("LAYER_MS", "10")
+    traces = tmp_path / "traces"
+    auto = f"{longer} --pipeline-schedule auto --sequence-slices auto --trace-dir {traces}"
+    assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
+    log = (tmp_path / "auto.txt").read_text()
+    # Sequences of 64 tokens have at most 4 slices.
+    assert "auto has measured 4 slices, and measures 2 next" in log
+    assert "sequences now run in 2 slices: built again" in log
+    assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
+    # A busy machine may hide what slices add.
+    number = 1 if "sequences are now whole: built again" in log else 2
+    run = read_run(traces)
+    assert run.num_slices == number
     assert run.iterations[-1] in run.complete_iterations()

@@ -31,7 +31,7 @@ def unequal(sizes: str, schedule: str, more: str = "") -> str:
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
 
 
-# By the flags that change the numbers: cases of a world size that must give those of one process.
+# Cases of each world size, grouped by the flags that change the numbers of one process.
 CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "": [
@@ -76,9 +76,9 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
     """A case as ``worker.py`` takes it, which leaves a checkpoint."""
-    words = f"{BASE} {flags}".split()
+    all_flags = f"{BASE} {flags}".split()
     return {
-        "name": name, "flags": words, "steps": steps, "evaluate_after": STEPS,
+        "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
         "after": after, "save": True,
     }  # fmt: skip
 
@@ -91,15 +91,15 @@ def cases_of(size: int) -> list[dict[str, Any]]:
     """Every case of a world size."""
     if size == 1:
         return [case(f"one {changes}".strip(), f"{changes} {ONE}") for changes in CHANGING]
-    found = [
+    cases = [
         case(f"{changes} {flags}".strip(), f"{changes} {flags}")
         for changes, several in CASES[size].items()
         for flags in several
     ]
     for number, (flags, steps) in enumerate(PARTS[size]):
         before = part(size, number - 1) if number else None
-        found.append(case(part(size, number), flags, steps, before))
-    return found
+        cases.append(case(part(size, number), flags, steps, before))
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def told(seen: dict[str, Any], key: str) -> list[float]:
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)
-    found: list[float] = first
-    return found
+    agreed: list[float] = first
+    return agreed
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -133,8 +133,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def require_equal_numbers(
     runs: CaseRuns, size: int, name: str, changes: str, since: int = 0
 ) -> None:
-    one = f"one {changes}".strip()
-    seen, expected = runs(size, name), runs(1, one)
+    reference = f"one {changes}".strip()
+    seen, expected = runs(size, name), runs(1, reference)
     # bf16 has 8 bits: what is tested there is that nothing is lost or counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
@@ -143,7 +143,7 @@ def require_equal_numbers(
         assert told(seen, key) == pytest.approx(told(expected, key), rel=rel, abs=0)
     if changes == HALF:
         return
-    here, there = weights(runs.folders[size] / name), weights(runs.folders[1] / one)
+    here, there = weights(runs.folders[size] / name), weights(runs.folders[1] / reference)
     assert here.keys() == there.keys()
     for key, value in there.items():
         torch.testing.assert_close(here[key], value, rtol=1e-4, atol=2e-6, msg=key)
@@ -152,10 +152,10 @@ def require_equal_numbers(
 @pytest.mark.parametrize(
     ("size", "changes", "flags"),
     [
-        pytest.param(size, changes, one, marks=FOUR if size == 4 else [])
+        pytest.param(size, changes, further, marks=FOUR if size == 4 else [])
         for size, several in CASES.items()
         for changes, flags in several.items()
-        for one in flags
+        for further in flags
     ],
     ids=str,
 )

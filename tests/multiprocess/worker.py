@@ -5,7 +5,7 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` bes
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
-A case goes on from the checkpoint of the case named in ``after``, one listed before, to iteration
+A case continues from the checkpoint of the case named in ``after``, listed before it, to iteration
 ``steps``. With ``"save": true`` it leaves a checkpoint itself, in a folder of its name. A case may
 also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage from after that
 iteration on, and ``"variant"``: another order of summation, or an error that is planted, see
@@ -280,7 +280,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dic
         seen, run = train(job, run, case)
     everyone = job.gather(seen)
     meshes.leave(job, run)
-    results: dict[str, Any] = {key: [one[key] for one in everyone] for key in seen}
+    results: dict[str, Any] = {key: [report[key] for report in everyone] for key in seen}
     results["seconds"] = time.monotonic() - started
     return results
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.processes import children_of
 from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER
@@ -38,11 +39,18 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
 """Names of the signals; a process that is stopped continues after a while."""
 STOPPED_S = (0.5, 4.0)
 """Bounds of the time in seconds for which a process is stopped."""
+SPAN = 1.6
+"""Latest moment of a signal, as a multiple of the time of a whole undisturbed job.
+
+Such a job consists of a start, a few steps and an end. Later moments are in the middle of steps,
+like many earlier ones, and cost processor time twice: the reference repeats all steps.
+"""
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
 """Seconds after which a job that continues in spite of a signal is asked to end."""
 LEFT_LIMIT_S = 20.0
-STEPS_OF_A_JOB = 12
+HITS_OF_A_CHAIN = 8
+"""Largest number of signals in a chain: an undisturbed job repeats all of its steps at the end."""
 TOLERANCE, LEAST = 1e-5, 1e-6
 """Largest relative and absolute difference of losses between shapes of an elastic job."""
 _BAD = re.compile(
@@ -194,7 +202,7 @@ class RunningJob:
                     continue
                 self.family[pid] = process
                 roles[pid] = f"{_role(process)} of depth {depth}"
-                left += [(child.pid, depth + 1) for child in process.children()]
+                left += [(child, depth + 1) for child in children_of(pid)]
                 if self._forks and (forked := fork_of(self._forks, pid)):
                     roles[pid] = "stand-in"
                     left.append((forked, depth))
@@ -306,12 +314,33 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
     return outcomes
 
 
+def run_chains(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -> list[Outcome]:
+    """Runs as many chains as a number of signals takes, each in a subfolder.
+
+    Args:
+        chain: Settings of the chains, with an empty folder.
+        seed: Seed of the first chain; each further one has the next.
+        hits: Number of signals in all chains together.
+        tell: Function that takes a line of a report.
+    """
+    outcomes: list[Outcome] = []
+    for number, first in enumerate(range(0, hits, HITS_OF_A_CHAIN)):
+        part = Chain(
+            kind=chain.kind,
+            folder=chain.folder / f"chain-{number}",
+            is_async=chain.is_async,
+            is_fresh=chain.is_fresh,
+        )
+        outcomes += run_chain(part, seed + number, min(HITS_OF_A_CHAIN, hits - first), tell)
+    return outcomes
+
+
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Asks a job to end after some steps; returns the outcome and the seconds of the whole job."""
+    """Asks a job to end after some steps; returns the outcome and the latest moment of a signal."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
-    span_s = 2.5 * (time.monotonic() - job.begun_s)
+    span_s = SPAN * (time.monotonic() - job.begun_s)
     job.root.send_signal(signal.SIGTERM)
     outcome = _judge(chain, job, number, f"{chain.kind} undisturbed", job.wait(END_LIMIT_S))
     return outcome, span_s
@@ -422,7 +451,7 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
     outcomes: list[Outcome] = []
     for kind in KINDS:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
-        outcomes += run_chain(chain, seed, hits, partial(print, flush=True))
+        outcomes += run_chains(chain, seed, hits, partial(print, flush=True))
     wrong = [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
     title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
     row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
@@ -439,7 +468,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         is_async, is_fresh = "async" in sys.argv, "fresh" in sys.argv
         chain = Chain(kind=kind, folder=folder, is_async=is_async, is_fresh=is_fresh)
-        outcomes = run_chain(chain, seed, hits, partial(print, flush=True))
+        outcomes = run_chains(chain, seed, hits, partial(print, flush=True))
         has_fault |= any(outcome.faults for outcome in outcomes)
     return int(has_fault)
 

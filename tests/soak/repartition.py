@@ -71,7 +71,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
         "others": [even, best],
         "steps": TURN_STEPS,
         "rounds": rounds,
-        "told": str(turns_file),
+        "moves_file": str(turns_file),
     }
     slow = {"LAYER_MS": str(LAYER_MS), "SLOW_RANKS": str(SLOW_RANK), "SLOW_FACTOR": str(FACTOR)}
     flags = [*TIMED, *AUTO]

@@ -1,4 +1,4 @@
-"""Made-up runs are runs: complete, consistent, and wrong only where they are told to be."""
+"""Synthetic runs are complete and consistent, and wrong only where a fault was planted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +44,11 @@ def test_every_action_and_message_is_there_and_in_its_place(
     assert run.complete_iterations() == (1, 2, 3, 4)
     assert run.notes() == []
     tables = {rank: trace.table() for rank, trace in run.ranks.items()}
-    found = match_messages(tables)
+    matches = match_messages(tables)
     for kind in ("send", "receive"):
-        assert sum(int(t.where(kind).sum()) for t in tables.values()) == len(found)
-    assert (found.sent_ns <= found.arrived_ns).all()
-    assert (found.arrived_ns <= found.taken_ns).all()
+        assert sum(int(t.where(kind).sum()) for t in tables.values()) == len(matches)
+    assert (matches.sent_ns <= matches.arrived_ns).all()
+    assert (matches.arrived_ns <= matches.taken_ns).all()
     starts = {
         (rank, s.iteration, s.action, s.chunk, s.microbatch): s
         for rank, table in tables.items()
@@ -83,8 +83,8 @@ def test_clocks_of_hosts_are_found_again(tmp_path: Path) -> None:
     starts = figures.step_start_ns[:, 0] - synthetic_module.BOOT_UNIX_NS
     assert starts == pytest.approx(truth.start_ns, abs=50_000)
     assert (figures.step_ns[:, :2] / 1e9) == pytest.approx(truth.step_s, abs=5e-5)
-    found = match_messages({rank: trace.table() for rank, trace in read.ranks.items()})
-    assert (found.arrived_ns >= found.sent_ns).mean() > 0.99
+    matches = match_messages({rank: trace.table() for rank, trace in read.ranks.items()})
+    assert (matches.arrived_ns >= matches.sent_ns).mean() > 0.99
     assert max(abs(offset) for offset, _ in truth.clocks) > 10**9
 
 

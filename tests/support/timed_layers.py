@@ -137,14 +137,14 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
 
 
-def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) -> None:
+def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
     """Takes the partition of the first check, then trains in turns with it and with others.
 
     Args:
         others: Partitions to compare with.
         steps: Number of steps of each turn.
         rounds: Number of turns of each partition.
-        told: Path of a file for the first iteration and partition of each turn, in JSON.
+        moves_file: Path of a file for the first iteration and partition of each turn, in JSON.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 
@@ -170,7 +170,7 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
                 turns.append((iteration, partition))
                 iteration += steps
         if repartitioner._run.job.is_first:
-            told.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": iteration}))
+            moves_file.write_text(json.dumps({"chosen": chosen, "turns": turns, "end": iteration}))
         return move
 
     Repartitioner.after_step = after_step  # type: ignore[method-assign]
@@ -188,8 +188,10 @@ def _asked(repartitioner: Repartitioner, partition: tuple[int, ...], times: Rank
 
 
 if __name__ == "__main__":
-    given = json.loads(os.environ.get("LAYER_MS", "0"))
-    layer_ms = given[os.environ["MEGATRON_ADAPTIVE_NODE"]] if isinstance(given, dict) else given
+    settings = json.loads(os.environ.get("LAYER_MS", "0"))
+    layer_ms = (
+        settings[os.environ["MEGATRON_ADAPTIVE_NODE"]] if isinstance(settings, dict) else settings
+    )
     layer_s = layer_ms / 1e3
     is_here = os.environ["RANK"] in os.environ.get("SLOW_RANKS", "").split(",")
     slow = float(os.environ["SLOW_FACTOR"]) if is_here else 1.0
@@ -200,10 +202,10 @@ if __name__ == "__main__":
         if "EXPERT_FACTOR" in os.environ:
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:
-        words = [move.split(":") for move in os.environ["MOVES"].split(",")]
-        force_moves({int(step): parse_partition(layers) for step, layers in words})
+        pairs = [move.split(":") for move in os.environ["MOVES"].split(",")]
+        force_moves({int(step): parse_partition(layers) for step, layers in pairs})
     if "COMPARE" in os.environ:
         asked = json.loads(os.environ["COMPARE"])
-        asked["others"] = [tuple(one) for one in asked["others"]]
-        compare(**{**asked, "told": Path(asked["told"])})
+        asked["others"] = [tuple(layers) for layers in asked["others"]]
+        compare(**{**asked, "moves_file": Path(asked["moves_file"])})
     sys.exit(run())

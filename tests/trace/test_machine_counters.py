@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace import machine_counters
+from megatron.adaptive.trace import machine_counters, network_counters
 from megatron.adaptive.trace.machine_counters import (
+    CLOCK,
+    CLOCK_LIMIT,
     COUNTERS,
+    DISK_READ,
     ELAPSED,
+    FULL_CLOCK,
     OWN_BUSY,
     PROCESSOR_WAIT,
     PROCESSORS,
     MachineCounters,
+)
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    SENT_SEGMENTS,
+    increase,
 )
 
 STAT = b"cpu  100 20 30 4000 50 6 7 80 9 0\ncpu0 50 10 15 2000 25 3 4 40 0 0\nintr 1 2 3\n"
@@ -24,6 +38,8 @@ PRESSURE = (
     b"full avg10=0.00 avg60=0.00 avg300=0.00 total=7\n"
 )
 OWN = b"17 (a name) of) R 1 17 17 0 -1 4194560 520 0 31 0 5 6 0 0 20 0 1 0 900 8000 700"
+ON_PROCESSOR = b"17 (a) R" + b" 0" * 35 + b" 5 0 0"
+IO = b"rchar: 9\nwchar: 8\nsyscr: 7\nsyscw: 6\nread_bytes: 4096\nwrite_bytes: 5\n"
 V1 = b"nr_periods 8\nnr_throttled 3\nthrottled_time 5000000\nnr_bursts 0\n"
 V2 = b"usage_usec 9\nuser_usec 8\nnr_periods 8\nnr_throttled 3\nthrottled_usec 5000\n"
 
@@ -55,6 +71,9 @@ def test_files_of_the_kernel_are_read() -> None:
     assert machine_counters._machine_busy_ns(STAT) == (100 + 20 + 30 + 6 + 7) * tick
     assert machine_counters._pressure_ns(PRESSURE) == 27969741858 * 1000
     assert machine_counters._major_faults(OWN) == 31
+    assert machine_counters._last_processor(ON_PROCESSOR) == 5
+    assert machine_counters._waited_ns(b"17 23 4\n") == 23
+    assert machine_counters._bytes_from_disk(IO) == 4096
     assert machine_counters._throttled_ns(V1) == machine_counters._throttled_ns(V2) == 5_000_000
 
 
@@ -89,3 +108,107 @@ def test_what_a_machine_lacks_or_forbids_is_left_out(monkeypatch: pytest.MonkeyP
     counters.begin()
     sum(range(1000))
     assert set(counters.end()) <= {ELAPSED, OWN_BUSY, PROCESSORS}
+
+
+def test_clocks_of_the_processor_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor in range(os.cpu_count() or 1):
+        folder = tmp_path / f"cpu{processor}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text("1800000\n")
+        (folder / "scaling_max_freq").write_text("2000000\n")
+        (folder / "cpuinfo_max_freq").write_text("3500000\n")
+    monkeypatch.setattr(machine_counters, "_PROCESSORS", str(tmp_path))
+    counters = MachineCounters()
+    counts = counters.end()
+    counters.close()
+    clocks = [counts[name] for name in (CLOCK, CLOCK_LIMIT, FULL_CLOCK)]
+    assert clocks == [1_800_000, 2_000_000, 3_500_000]
+
+
+def test_bytes_that_a_child_reads_from_disk_count(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(1 << 20))
+    code = (
+        "import os, sys\n"
+        "sys.stdin.readline()\n"
+        f"file = os.open({str(path)!r}, os.O_RDONLY)\n"
+        "os.fsync(file)\n"
+        "os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)\n"
+        "print(len(os.pread(file, 1 << 20, 0)), flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        counters = MachineCounters()
+        counters.begin()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == f"{1 << 20}\n"
+        counts = counters.end()
+        counters.close()
+        child.communicate("\n", timeout=60)
+    if counts.get(DISK_READ, 0) == 0:
+        pytest.skip("files here are in memory, or the kernel does not count what is read")
+    assert counts[DISK_READ] >= 1 << 20
+
+
+def test_segments_of_own_connections_are_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    with sender, receiver:
+        counters = MachineCounters()
+        counters.begin()
+        for _ in range(20):
+            sender.sendall(b"x" * 1000)
+            assert receiver.recv(1000, socket.MSG_WAITALL)
+        counts = counters.end()
+        counters.close()
+    assert counts[SENT_SEGMENTS] >= 20
+    # Connections that were closed in the meantime are left out.
+    assert SENT_SEGMENTS not in counters.end()
+
+
+def test_a_connection_that_was_replaced_does_not_count() -> None:
+    before = {3: (50, 4), 4: (10, 0), 5: (7, 1)}
+    assert increase(before, {3: (60, 5), 4: (2, 0), 6: (99, 9)}) == (10, 1)
+
+
+def test_ports_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks, devices = tmp_path / "net", tmp_path / "infiniband"
+    for name, speed, has_device in (
+        ("eth0", "25000", True),
+        ("eth1", "-1", True),
+        ("lo", "", False),
+    ):
+        folder = networks / name / "statistics"
+        folder.mkdir(parents=True)
+        (networks / name / "speed").write_text(f"{speed}\n")
+        if has_device:
+            (networks / name / "device").mkdir()
+        for counter in ("rx_errors", "tx_errors", "tx_dropped"):
+            (folder / counter).write_text("4\n")
+    port = devices / "mlx5_0" / "ports" / "1"
+    for path, text in (
+        ("rate", "100 Gb/sec (4X EDR)\n"),
+        ("counters/port_xmit_wait", "70\n"),
+        ("hw_counters/packet_seq_err", "1\n"),
+    ):
+        (port / path).parent.mkdir(parents=True, exist_ok=True)
+        (port / path).write_text(text)
+    monkeypatch.setattr(network_counters, "_NETWORKS", networks)
+    monkeypatch.setattr(network_counters, "_RDMA_DEVICES", devices)
+    counters = MachineCounters()
+    counters.begin()
+    (networks / "eth0" / "statistics" / "rx_errors").write_text("10\n")
+    (networks / "lo" / "statistics" / "rx_errors").write_text("999\n")
+    (port / "counters" / "port_xmit_wait").write_text("90\n")
+    (port / "hw_counters" / "packet_seq_err").write_text("4\n")
+    counts = counters.end()
+    counters.close()
+    assert (counts[LINK_ERRORS], counts[LINK_PAUSES], counts[LINK_RETRIES]) == (6, 20, 3)
+    assert counts[LINK_SPEED] == 25_000

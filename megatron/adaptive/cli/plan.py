@@ -37,15 +37,8 @@ from megatron.adaptive.planner.cluster import make_cluster
 from megatron.adaptive.planner.discover_cluster import describe_cluster
 from megatron.adaptive.planner.model_description import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
-from megatron.adaptive.planner.plan import (
-    EXPORTS,
-    compare_text,
-    explain,
-    export_text,
-    plan_document,
-    table,
-    write_plan,
-)
+from megatron.adaptive.planner.plan import EXPORTS, export_text, plan_document, write_plan
+from megatron.adaptive.planner.plan_text import compare_text, explain, table
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -59,6 +52,7 @@ from megatron.adaptive.planner.propose import (
 )
 from megatron.adaptive.planner.search import SEARCHED
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
+from megatron.adaptive.planner.trainer_rules import usual_slices
 
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
@@ -219,6 +213,10 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
             "ranks that share each sequence; by default each gets at least 4096 tokens",
         ),
         ("micro-batch-sizes", "samples of a microbatch"),
+        (
+            "sequence-slices",
+            "slices of each sequence; by default up to 16, with at least 1024 tokens each",
+        ),
     ):
         add(f"--{name}", metavar="1,2", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
@@ -275,6 +273,8 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
             overlap_reduce=options.overlap_grad_reduce,
             sequence_parallel=switches[options.sequence_parallel],
             context_ranks=parse_counts("--context-parallel-size", options.context_parallel_size),
+            slices=parse_counts("--sequence-slices", options.sequence_slices)
+            or usual_slices(model),
             partition=partition,
             all_nodes=options.all_nodes,
             unequal=options.unequal,

@@ -103,23 +103,31 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints the causes that slow a run, and remedies; returns the exit status."""
+    """Prints the causes that slow a run, or on what it hangs; returns the exit status.
+
+    A folder with dumps of torch's flight recorder is one of a job that hangs.
+    """
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
+    from megatron.adaptive.trace.flight_recorder import dump_files, find_stuck, read_dumps
 
     def find(run: RunTrace, iterations: _Iterations, arguments: argparse.Namespace) -> Diagnosis:
         return diagnose(run, iterations, arguments.cause)
+
+    def find_hang(folder: Path | None) -> Any:
+        return find_stuck(read_dumps(folder)) if folder and dump_files(folder) else None
 
     names = ", ".join(cause.name for cause in built_in_causes())
     parser = _parser(
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
-        f"Searches for: {names}.",
+        f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
+        "(nccl_trace_rank_N), name the collective that does not end and the late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument
     add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
-    return _answer(parser, argv, find)
+    return _answer(parser, argv, find, find_hang)
 
 
 def what_if_run(argv: Sequence[str]) -> int:
@@ -136,18 +144,28 @@ def what_if_run(argv: Sequence[str]) -> int:
     return _answer(parser, argv, lambda run, iterations, arguments: what_if(run, iterations))
 
 
-def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
+def _answer(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    find: Callable[..., Any],
+    find_other: Callable[[Path | None], Any] | None = None,
+) -> int:
     """Analyzes a run and prints the result; also draws a picture if requested.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run, given the run, its iterations and the parsed flags.
+        find_other: Function that analyzes a folder with other files than traces, and returns
+            ``None`` for traces.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
     parser.set_defaults(picture=None)
     arguments = parser.parse_args(argv)
+    if find_other is not None and (other := find_other(arguments.run_dir)) is not None:
+        _print_result(other, as_json=arguments.json)
+        return 0
     run = load_run(arguments.run_dir)
     result = find(run, _chosen_iterations(run, arguments, None), arguments)
     if arguments.picture is not None:

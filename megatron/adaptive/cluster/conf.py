@@ -24,6 +24,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 _Port = Annotated[int, Limits(minimum=1, maximum=65535)]
 _Number = Annotated[int, Limits(minimum=1, maximum=1e9)]
+_Cap = Annotated[float, Limits(minimum=1)]
 _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 
 
@@ -55,6 +56,8 @@ SETTINGS = _specs(
         "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
         "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
+        "SEQUENCE_SLICES": (_Number, "", "slices into which each sequence is cut"),
+        "ACTIVATION_CAP": (_Cap, "", "most microbatches whose activations a rank keeps"),
         "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
         "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
         "LR": (Positive, "1e-4", "highest learning rate"),

@@ -37,6 +37,8 @@ _SETTINGS = (
     "distributed_optimizer",
     "overlap_grad_reduce",
     "sequence_parallel",
+    "sequence_slices",
+    "activation_cap",
 )
 """Keys of a plan that become ``conf.sh`` variables of the same name in capitals."""
 _RECOMPUTE_FLAGS = {
@@ -54,6 +56,8 @@ FLAGS = {
     "SCHEDULE": "--pipeline-schedule",
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
+    "SEQUENCE_SLICES": "--sequence-slices",
+    "ACTIVATION_CAP": "--activation-cap",
 }
 """Maps each ``conf.sh`` variable to the trainer flag that takes its value."""
 _SWITCH_FLAGS = {

@@ -197,6 +197,18 @@ class Job:
         dist.barrier()  # after this, no rank is waiting in one of these groups
         destroy_groups(self.groups)
 
+    def close_after(self, error: BaseException) -> None:
+        """Ends the job after an error in its set-up, so that the process can set up another job.
+
+        All ranks raise the errors of this package together. Any other error may be of this rank
+        alone: then groups that belong to the caller stay, because their end waits for all ranks.
+
+        Args:
+            error: Error that the caller raises again.
+        """
+        if isinstance(error, AdaptiveError) or self.owns_process_group:
+            self.close()
+
 
 def environment_of_rank() -> Environment:
     """Returns the launcher's settings, with the rank and world size of the process group."""

@@ -199,11 +199,14 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition."""
+    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition.
+
+    Without ``orders``, sequences are cut in another way, so that all orders change.
+    """
 
     samples: Samples
     padded_vocab_size: int
-    orders: Orders
+    orders: Orders | None
 
 
 def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
@@ -236,7 +239,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         tracing.watch(outside.snapshot)
         forward_backward = outside
     else:
-        orders = _orders(job, placement) if kept is None else kept.orders
+        orders = (kept and kept.orders) or _orders(job, placement)
         replay = orders.replay
         wiring = _wire(job, placement, orders, core, tracing)
         if config.cuts_sequences:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,15 @@ from typing import Any
 import torch
 
 from megatron.adaptive.errors import ConfigError
+
+_SUPPORTED = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
+    *("fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout", "modules_to_save"),
+    *("peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
+    *("target_modules", "target_parameters", "task_type", "use_rslora"),
+}
+"""Settings of a ``LoraConfig`` that may have any value; the others must have their default."""
 
 
 def _peft() -> Any:
@@ -46,16 +56,24 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
     start = config.init_lora_weights
-    if start not in (True, "gaussian") or config.use_dora:
-        setting = "use_dora" if config.use_dora else f"init_lora_weights={start!r}"
+    if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter has {setting}, for which each process needs other weights than its own: "
-            'leave it out, or give init_lora_weights=True or "gaussian"'
+            f"adapter has init_lora_weights={start!r}, for which each process needs other weights "
+            'than its own: leave it out, or give True or "gaussian"'
         )
+    defaults = peft.LoraConfig()
+    for name, value in vars(config).items():
+        if name not in _SUPPORTED and value != getattr(defaults, name, None):
+            raise ConfigError(
+                f"adapter has {name}={value!r}, which Pipeline does not support: leave it out"
+            )
     config = copy.deepcopy(config)
     config.base_model_name_or_path = str(folder)
     try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT reads an attribute of transformers by its former name.
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"adapter: {str(error).splitlines()[0]}") from error
     return adapted

@@ -12,6 +12,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
+from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
     balanced,
@@ -50,6 +51,11 @@ class PipelineSettings(SampledModel):
     Attributes:
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
+        order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
+            first and last, by the arithmetic counted in their recordings (``work``) or by predicted
+            time (``time``). Two runs with ``work`` have the same order.
+        dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
+            or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
             used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
@@ -84,6 +90,8 @@ class PipelineSettings(SampledModel):
     """
 
     max_recordings: int = 64
+    order: MicrobatchOrder = "given"
+    dealing: Dealing = "turns"
     micro_batch_size: int | None = None
     pipeline_size: int | Literal["auto"] | None = None
     batch_size: int | None = None
@@ -104,6 +112,7 @@ class PipelineSettings(SampledModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_rules(self.order, self.dealing)
         if self.initialize is None and is_on_meta(self.model):
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             name = next(name for name, tensor in named if tensor.is_meta)
@@ -137,6 +146,8 @@ class PipelineOptions(TypedDict, total=False):
     slicing: Slicing
     recompute: Recompute
     max_recordings: int
+    order: MicrobatchOrder
+    dealing: Dealing
     micro_batch_size: int | None
     pipeline_size: int | Literal["auto"] | None
     batch_size: int | None
@@ -168,6 +179,7 @@ class Assembly:
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
+        sample_work: Counted work of each stage for each signature of the sample batch.
     """
 
     cut_points: tuple[str, ...]
@@ -178,6 +190,7 @@ class Assembly:
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
+    sample_work: Mapping[Signature, Sequence[float]]
 
 
 def assemble(
@@ -313,6 +326,9 @@ def _keep_part(
             shared=shared,
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
+        sample_work={
+            example.signature: cut.work for example, cut in zip(examples, cut_examples, strict=True)
+        },
     )
 
 

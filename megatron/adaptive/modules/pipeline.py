@@ -25,7 +25,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.hang_guard import HangGuard
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-    from megatron.adaptive.errors import AdaptiveError, ConfigError
+    from megatron.adaptive.errors import ConfigError
     from megatron.adaptive.modules.assembly import (
         Initialize,
         PipelineOptions,
@@ -36,21 +36,20 @@ with _accelerator.quiet_imports():
         Batch,
         BatchShape,
         Microbatch,
-        MicrobatchList,
-        check_num_items,
         is_list,
         microbatch_list,
         require_whole,
         samples_in,
-        stretched,
     )
+    from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
     from megatron.adaptive.modules.cutting import check_groups
-    from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram, StepWork
+    from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
+    from megatron.adaptive.modules.step_work import BatchForm, StepMaker, StepWork
     from megatron.adaptive.modules.update import LossScale
 
 if TYPE_CHECKING:
@@ -116,6 +115,11 @@ class Pipeline:
             indices. ``None`` for none.
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
+        order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
+            first and last, by the arithmetic counted in their recordings (``work``) or by predicted
+            time (``time``). Two runs with ``work`` have the same order.
+        dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
+            or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
             used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
@@ -163,6 +167,8 @@ class Pipeline:
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
+        order: Index in the batch of each microbatch of the last step, in the order in which they
+            ran.
         times: Times of this process in the last step: computing, waiting and so on.
 
     Raises:
@@ -185,6 +191,8 @@ class Pipeline:
         slicing: Slicing = "auto",
         recompute: Recompute = None,
         max_recordings: int = 64,
+        order: MicrobatchOrder = "given",
+        dealing: Dealing = "turns",
         micro_batch_size: int | None = None,
         pipeline_size: int | Literal["auto"] | None = None,
         batch_size: int | None = None,
@@ -291,6 +299,7 @@ class Pipeline:
         self.model = request.model
         self._source_folder: Path | None = None
         self.grad_norm = self.loss = 0.0
+        self.order: tuple[int, ...] = ()
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
@@ -307,21 +316,22 @@ class Pipeline:
         self.pipeline_size = self._mesh.pipeline_size
         self.replicas = self._mesh.dp_size
         self.replica = self._mesh.dp_rank
-        microbatches = self._read_sample(request)
+        form = BatchForm(request.sample_batch, self.micro_batch_size)
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
-            self._assembly = assemble(request, microbatches, self._mesh, self._orders.placement)
-        except AdaptiveError:
-            self._mesh.close()
+            self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
+        except Exception as error:
+            self._mesh.close_after(error)
             raise
         self._update = self._assembly.update
+        self._maker = StepMaker(request, form, self._assembly, self._mesh, self._orders.placement)
         self.cut_points = self._assembly.cut_points
         self.shared_weights = self._assembly.shared_weights
         self.partition = self._assembly.partition
         self.weights = self._assembly.weights
         self._open_trace(request, samples)
         self._wiring = self._make_wiring(request)
-        self._random = RandomKey(request.seed, self._mesh.dp_rank, self.device)
+        self._random = RandomKey(request.seed, self.device)
         self._stores: list[WeightGradientStore] | None = None
         if self._orders.weight_pieces:
             self._stores = [WeightGradientStore() for _ in range(self._orders.placement.num_chunks)]
@@ -329,34 +339,6 @@ class Pipeline:
             self._update.scaler = LossScale()
         self._guard = self._make_guard(request)
         self._mesh.settle()
-
-    def _read_sample(self, request: PipelineSettings) -> list[Microbatch]:
-        """Notes what batches look like, and returns the microbatches with which to record."""
-        sample = request.sample_batch
-        self._shape: BatchShape | None = None
-        if is_list(sample):
-            examples = microbatch_list(sample, "sample_batch")
-        else:
-            sample = stretched(request.sample, self.micro_batch_size)
-            self._shape = BatchShape(sample, self.micro_batch_size)
-            examples = self._shape.examples(sample)
-        self._lists = MicrobatchList(examples)
-        return examples
-
-    def _divide(self, batch: Batch) -> list[Microbatch]:
-        """Checks a batch and returns its microbatches.
-
-        Raises:
-            ConfigError: If the batch is not of the form that :meth:`step` describes.
-        """
-        if is_list(batch):
-            return self._lists.microbatches(batch)
-        if self._shape is None:
-            raise ConfigError(
-                f"batch is a {type(batch).__name__}, and the sample_batch is a list of "
-                "microbatches: give a list of microbatches"
-            )
-        return self._shape.microbatches(batch)
 
     def _open_trace(self, request: PipelineSettings, samples: int) -> None:
         """Opens this process's trace; in an elastic job each layout change starts a new folder."""
@@ -411,27 +393,25 @@ class Pipeline:
         """Returns the part of a whole batch that this replica must pass to :meth:`step`.
 
         Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
-        dealt to the replicas in turn.
+        dealt to the replicas in turn, or by their predicted cost if ``dealing`` says so. Then all
+        processes must pass the same whole list, and ``numbers`` of the returned list has the
+        indices of its microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
                 fewer microbatches than there are replicas.
         """
-        if is_list(batch):
-            if len(batch) < self.replicas:
-                raise ConfigError(
-                    f"a batch of {len(batch)} microbatches was given to {self.replicas} replicas: "
-                    "give at least one to each"
-                )
-            return list(batch[self.replica :: self.replicas])
-        count = samples_in(batch, "batch")
-        if count % self.replicas:
-            raise ConfigError(
-                f"a batch of {count} samples does not divide among {self.replicas} replicas: give "
-                f"a multiple of {self.replicas * self.micro_batch_size}"
-            )
-        part = count // self.replicas
-        return {name: entry.narrow(0, self.replica * part, part) for name, entry in batch.items()}
+        return self._maker.share(batch)
+
+    @property
+    def costs(self) -> list[dict[str, float]]:
+        """Returns the measured cost of content: seconds per unit of content, for each stage.
+
+        Units are elements of batch entries, pairs of elements in a sequence, and the microbatch.
+        The list is empty until times are fitted, which only ``order`` and ``dealing`` of ``time``
+        do.
+        """
+        return self._maker.balance.seconds
 
     @property
     def loss_scale(self) -> float:
@@ -496,7 +476,7 @@ class Pipeline:
             TransportError: If another process has ended or does not answer.
         """
         self._update.check_trained()
-        work = self._work(batch, num_items, self.steps + 1)
+        work = self._maker.work(batch, num_items, self.steps + 1)
         count = len(work.microbatches)
         if self._loop is not None:
             self._loop.require(None if work.is_listed else count * self.micro_batch_size)
@@ -506,16 +486,21 @@ class Pipeline:
         self._tracing.begin_iteration(self.steps, count, is_traced=True)
         for parameter in self._update.parameters.values():
             parameter.grad = None
+        self._maker.balance.begin(work.microbatches)
+        self.order = tuple(work.order)
         losses = self._run(work, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce(spares_unused=work.is_listed)
-            self.loss, self.grad_norm = self._update.totals(losses, count, weights=work.weights)
+            self.loss, self.grad_norm = self._update.totals(
+                losses, count, weights=work.passed_weights
+            )
         with self._tracing.span("optimizer"):
             if self._loop is not None:
                 self._loop.before_update()
             overflow = self._update.apply(self.grad_norm)
         self._mesh.accelerator.synchronize()
         self.times = self._wiring.executor.finish_step()
+        self._maker.balance.end(self.times)
         self._tracing.end_iteration()
         return self.loss, overflow
 
@@ -532,47 +517,20 @@ class Pipeline:
                 batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
-        work = self._work(batch, num_items, -1)
+        work = self._maker.work(batch, num_items, -1)
         with self._tracing.host_span("evaluate"):
             losses = self._run(work, step=-1, scale=None)
             self._wiring.executor.finish_step()
             loss, _ = self._update.totals(
-                losses, len(work.microbatches), weights=work.weights, with_norm=False
+                losses, len(work.microbatches), weights=work.passed_weights, with_norm=False
             )
         return loss
-
-    def _work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch and finds the programs and weights of its microbatches. Collective.
-
-        Args:
-            batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch, ``None`` for the mean over microbatches.
-            step: Number of the training step, -1 in an evaluation.
-        """
-        microbatches = self._divide(batch)
-        count = len(microbatches)
-        items = check_num_items(num_items, count)
-        weights: list[float] | None = None
-        if items is not None or (is_list(batch) and self.replicas > 1):
-            items = items or [1.0] * count
-            total = self._mesh.sum_over_replicas(sum(items))
-            if not total:
-                raise ConfigError(
-                    "num_items is 0 for all microbatches: there is no loss to average"
-                )
-            weights = [self.replicas * number / total for number in items]
-        return StepWork(
-            microbatches=microbatches,
-            programs=[self._assembly.recordings.of(part, step) for part in microbatches],
-            weights=weights,
-            is_listed=is_list(batch),
-        )
 
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
         """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
 
         Args:
-            work: Microbatches of this replica, and their programs.
+            work: Microbatches of this replica, and their programs, in the order in which they run.
             step: Number of the training step, which seeds the random numbers.
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
@@ -581,7 +539,7 @@ class Pipeline:
         executor = self._wiring.executor
         programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]
         count = len(programs)
-        self._random.begin(step, count, dealt_over=self.replicas if work.is_listed else 0)
+        self._random.begin(step, work.numbers)
         stages = ProgramStages(
             programs=programs,
             microbatches=[
@@ -608,7 +566,7 @@ class Pipeline:
         finally:
             stages.finish()
             self._random.generator.set_state(before)
-        return stages.losses
+        return work.as_passed(stages.losses)
 
     @naming_lost_peers()
     def save(

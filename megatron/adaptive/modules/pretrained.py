@@ -231,7 +231,8 @@ class PretrainedWeights:
         """
         by_name: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            by_name.setdefault(plain_name(name), []).append(tensor)
+            plain = plain_name(name)
+            by_name.setdefault(self._name_of.get(plain, plain), []).append(tensor)
         with TensorFolder(self.folder, dtypes=ALL_DTYPES) as files, torch.no_grad():
             for conversion in self._conversions:
                 names = [(name, self._name_of[name]) for name in conversion.targets]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -42,7 +42,6 @@ from megatron.adaptive.engine.weight_gradient import (
     is_deferring,
 )
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
@@ -56,7 +55,6 @@ class RandomKey:
 
     Args:
         seed: Seed of the training run.
-        dp_rank: Index of this rank's replica, from 0.
         device: Device whose random generator is seeded.
 
     Attributes:
@@ -64,31 +62,26 @@ class RandomKey:
         step: Number of the training step.
     """
 
-    def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
-        self._dp_rank = dp_rank
         self.generator = default_generator(device)
         self.step = 0
-        self._first = 0
-        self._stride = 1
+        # Without begin(), a microbatch has the number by which the program knows it.
+        self._numbers: Sequence[int] = range(1 << 31)
 
-    def begin(self, step: int, count: int, *, dealt_over: int = 0) -> None:
-        """Sets the step, and how the replica's microbatches are numbered over all replicas.
+    def begin(self, step: int, numbers: Sequence[int]) -> None:
+        """Sets the step, and the number of each microbatch of this replica over all replicas.
 
         Args:
             step: Number of the training step.
-            count: Number of this replica's microbatches in the step.
-            dealt_over: Number of replicas to which microbatches are dealt in turn; 0 if each
-                replica has ``count`` consecutive microbatches.
+            numbers: Index of each microbatch in the whole step, in the order in which they run.
         """
         self.step = step
-        self._first = self._dp_rank if dealt_over else self._dp_rank * count
-        self._stride = dealt_over or 1
+        self._numbers = numbers
 
     def apply(self, microbatch: int, call: int) -> None:
         """Seeds the random generator before a call draws random numbers for a microbatch."""
-        number = self._first + microbatch * self._stride
-        source = struct.pack("<qqqq", self.seed, self.step, number, call)
+        source = struct.pack("<qqqq", self.seed, self.step, self._numbers[microbatch], call)
         digest = hashlib.blake2b(source, digest_size=8).digest()
         self.generator.manual_seed(int.from_bytes(digest, "little"))
 
@@ -385,44 +378,30 @@ class RankPrograms:
     """Contains the programs of a rank's stages for microbatches of one signature.
 
     Attributes:
-        training: Program of each chunk (stage) of this rank in training.
-        evaluation: Program of each chunk in evaluation.
+        by_mode: Program of each chunk (stage) of this rank, in training, evaluation or both.
         meter: Meter of the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
-            flow.
+            flow; 0 if training is not recorded.
+        work: Counted work of the whole model for a microbatch, in training if that is recorded.
     """
 
-    training: Sequence[StageProgram]
-    evaluation: Sequence[StageProgram]
+    by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
     meter: ActivationMeter
     activation_bytes: int
+    work: float
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
         """Returns the programs for evaluation if ``forward_only``, else those for training."""
-        return self.evaluation if forward_only else self.training
+        return self.by_mode["evaluation" if forward_only else "training"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """Contains the microbatches of a step.
-
-    Attributes:
-        microbatches: Tensors of each microbatch, by name.
-        programs: Programs of this rank's stages for each microbatch.
-        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
-        is_listed: Whether the user passed a list of microbatches.
-    """
-
-    microbatches: list[Microbatch]
-    programs: list[RankPrograms]
-    weights: list[float] | None
-    is_listed: bool
-
-    @property
-    def sizes(self) -> list[float] | None:
-        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
-        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
-        return None if len(set(sizes)) == 1 else sizes
+    def with_modes_of(self, other: RankPrograms) -> RankPrograms:
+        """Returns these programs and those of another recording with the same signature."""
+        return RankPrograms(
+            by_mode={**self.by_mode, **other.by_mode},
+            meter=self.meter,
+            activation_bytes=max(self.activation_bytes, other.activation_bytes),
+            work=max(self.work, other.work),
+        )
 
 
 @dataclass(slots=True)

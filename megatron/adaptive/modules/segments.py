@@ -221,7 +221,7 @@ def _time(
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),
         microbatches=[inputs] * (WARM_UP + repeats),
-        random=RandomKey(0, 0, device),
+        random=RandomKey(0, device),
         held=held,
         device=device,
         meters=[meter] * (WARM_UP + repeats),

@@ -25,7 +25,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
-from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.batch import is_list, require_whole
 from megatron.adaptive.modules.cut_points import CutPoint
@@ -145,8 +145,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
             )
         assert request.pipeline_size != "auto"
         mesh = make_mesh(job, request.pipeline_size)
-    except AdaptiveError:
-        job.close()
+    except Exception as error:
+        job.close_after(error)
         raise
     return SettledSizes(mesh=mesh, request=request, plan=plan, order=order)
 

@@ -254,11 +254,29 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
             continue
         candidate = replace(run, schedule=name)
         try:
-            prediction = predict(candidate, inputs)
+            rows.append(_with_cap(candidate, inputs))
         except ScheduleError:
             continue  # the schedule does not allow these stages, or so few microbatches
-        rows.append(PlanRow(plan=candidate, prediction=prediction))
     # If several schedules are equally good, ``min`` returns the one that was listed first.
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )
+
+
+def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
+    """Returns a plan with its prediction. If sequences are cut, chooses how much a rank may hold.
+
+    Of several limits, the largest is chosen with which the plan fits into memory. If there is none,
+    the plan has the default limit. Plans without slices always have it.
+    """
+    row = PlanRow(plan=plan, prediction=predict(plan, inputs))
+    if plan.slices == 1 or row.prediction.fits:
+        return row
+    # The fixed order of slices holds as much on its first rank. No order holds less than 1.
+    fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
+    for cap in dict.fromkeys((round(fixed, 2), 1.0)):
+        capped = replace(plan, cap=max(1.0, cap))
+        tried = PlanRow(plan=capped, prediction=predict(capped, inputs))
+        if tried.prediction.fits:
+            return tried
+    return row

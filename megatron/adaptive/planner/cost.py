@@ -59,7 +59,7 @@ from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.unequal_widths import Widths
-from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, StageTimes, draw
 
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
@@ -94,7 +94,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
     # The parts are those of the rank that ends last, so that they add up to the whole step.
-    tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
+    tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
         "tp": tp_s,
@@ -108,7 +108,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     return Prediction(
         seconds=seconds,
         parts=parts,
-        stages=_stage_predictions(stages, times),
+        stages=_stage_predictions(stages, times, plan.slices),
         tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
         if seconds
         else 0.0,
@@ -117,15 +117,18 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     )
 
 
-def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePrediction, ...]:
+def _stage_predictions(
+    stages: StageSums, times: ScheduleTimes, slices: int
+) -> tuple[StagePrediction, ...]:
     """Returns the predicted times and memory of each pipeline rank.
 
     Args:
         stages: Costs of the plan's stages.
         times: End times and busy times of the ranks.
+        slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
-    forward = stages.of_rank @ stages.durations_s[0]
-    backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0)
+    forward = stages.of_rank @ stages.durations_s[0] * slices
+    backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0) * slices
     sends = stages.of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
     return tuple(
         StagePrediction(
@@ -142,6 +145,9 @@ def _stage_predictions(stages: StageSums, times: ScheduleTimes) -> tuple[StagePr
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSums:
     """Costs of every stage and rank of a plan, summed over layers. Each chunk is a stage.
+
+    Times and messages are those of a microbatch. If sequences are cut, they are those of a slice of
+    mean cost.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients, in seconds. They
@@ -160,6 +166,8 @@ class StageSums:
         message_bytes: Size of the messages that a stage sends forward and backward, in bytes. It is
             that of one microbatch of a replica, ``[2, stages]``.
         estimated: Whether a time was estimated instead of measured.
+        attention_share: Part of a forward pass that grows with the square of the sequence, from 0
+            to 1.
     """
 
     durations_s: Any
@@ -173,6 +181,7 @@ class StageSums:
     of_rank: Any
     message_bytes: Any
     estimated: bool
+    attention_share: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
@@ -217,6 +226,7 @@ class StageSums:
             of_rank=np.eye(plan.pp)[:, rank_of],
             message_bytes=message_bytes,
             estimated=any(table.estimated for row in tables for _, table in row),
+            attention_share=inputs.model.attention_share,
         )
 
     def without_messages(self) -> StageSums:
@@ -286,7 +296,7 @@ def _memory(
         held = held_of(plan, widths)
         pending = (0.0,) * plan.pp
     else:
-        order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
+        order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches, plan.slices, plan.cap)
         held = in_flight(*order)
         pending = waiting(*order)
     memories = [
@@ -297,7 +307,8 @@ def _memory(
             kept_bytes=float(table.kept_bytes[rows].sum()),
             held=held[rank],
             workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0))
-            + float(table.waiting_bytes[rows].sum()) * pending[rank],
+            + float(table.waiting_bytes[rows].sum()) * pending[rank]
+            + float(table.gathered_bytes[rows].sum()),
             dp=len(plan.places[rank].replicas),
             settings=plan,
             limit_bytes=node.memory_bytes,
@@ -318,6 +329,7 @@ def _messages(
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
         size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         size *= inputs.model.precision.element_bytes / plan.context_ranks
+        size /= plan.slices
         whole[0, stage] = whole[1, stage + 1] = size * plan.places[rank].micro_batch
         if rank == next_rank:
             continue
@@ -370,19 +382,25 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
         for stage in range(placement.num_stages):
             if 0 <= stage + step < placement.num_stages:
                 pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
-                both = float(latency[kind, stage]), float(occupancy[kind, stage])
+                both = float(latency[kind, stage]), float(occupancy[kind, stage]) * plan.slices
                 links[pair] = Link(latency_s=both[0], occupancy_s=both[1])
-    forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
-    times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
-    cap = default_cap(placement, plan.num_microbatches)
+    durations = stages.durations_s * plan.slices
+    forward, backward, weight = (tuple(map(float, row)) for row in durations)
+    profile = StageProfile(
+        times=StageTimes(forward_s=forward, backward_s=backward, weight_s=weight),
+        links=links,
+        attention_share=stages.attention_share,
+    )
+    cap = plan.cap or default_cap(placement, plan.num_microbatches, plan.slices)
     is_rule = catalog.is_rule(plan.schedule)
     candidate = catalog.Candidate(
         name=plan.schedule,
         placement=placement,
         weight_pieces=_weight_pieces(plan, splittable=any(weight)),
         cap=cap,
+        num_slices=plan.slices,
     )
-    work = draw(placement, plan.num_microbatches, times, links=links)
+    work = draw(placement, plan.num_microbatches, profile, num_slices=plan.slices)
     return candidate.simulate(work, compiled=is_rule)
 
 

@@ -78,6 +78,8 @@ class Runtime:
 OURS = Runtime()
 """Properties of this project's trainer."""
 PLAIN = StageSettings()
+_GRADIENT_BYTES = 4
+"""Size of an element of the gradients of keys and values that slices add up, in bytes."""
 _HOST_MESSAGES = 8
 """Number of messages whose buffers are allocated in host memory but usually empty: free slots in
 the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
@@ -88,32 +90,60 @@ _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
 
 
 @lru_cache(maxsize=4096)
-def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
+def in_flight(
+    schedule: str,
+    pp: int,
+    chunks: int,
+    num_microbatches: int,
+    slices: int = 1,
+    cap: float | None = None,
+) -> tuple[float, ...]:
     """Returns the maximum number of microbatches in flight at the same time, for each rank.
 
     A microbatch in one of several chunks counts as ``1 / chunks``. For 1F1B on 4 ranks with at
-    least 4 microbatches, the result is (4, 3, 2, 1).
+    least 4 microbatches, the result is (4, 3, 2, 1). If sequences are cut, the result counts
+    slices.
+
+    Args:
+        schedule: Name of the schedule.
+        pp: Number of pipeline ranks.
+        chunks: Number of stages per rank.
+        num_microbatches: Number of microbatches per step.
+        slices: Number of slices of each microbatch. Above 1, ``1f1b`` stands for the order
+            ``seq-1f1b``, and all other schedules are run-time rules.
+        cap: Limit on the microbatches that a run-time rule holds, ``None`` for its default.
     """
+    if slices > 1 and schedule == "1f1b":
+        most = num_microbatches * slices
+        return tuple(float(min(pp - rank - 1 + slices, most)) for rank in range(pp))
     if schedule == "1f1b":
         return tuple(float(min(pp - rank, num_microbatches)) for rank in range(pp))
     placement = catalog.placement_for(schedule, pp, chunks)
     if catalog.is_rule(schedule):
-        cap = default_cap(placement, num_microbatches)
-        return (min(cap, float(num_microbatches)),) * pp
+        limit = default_cap(placement, num_microbatches, slices) if cap is None else cap
+        return (min(limit, float(num_microbatches)) * slices,) * pp
     return peak_units(catalog.make_schedule(schedule, placement, num_microbatches))
 
 
 @lru_cache(maxsize=4096)
-def waiting(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
+def waiting(
+    schedule: str,
+    pp: int,
+    chunks: int,
+    num_microbatches: int,
+    slices: int = 1,
+    cap: float | None = None,
+) -> tuple[float, ...]:
     """Returns the maximum number of microbatches per rank that have run B but not W.
 
     Such a microbatch has computed its input gradients (B) but not its weight gradients (W) yet.
 
     A microbatch in one of several chunks counts as ``1 / chunks``. A run-time scheduling rule may
-    postpone the weight gradients of all microbatches in flight.
+    postpone the weight gradients of all microbatches in flight. The arguments are those of
+    :func:`in_flight`.
     """
     if catalog.is_rule(schedule):
-        return in_flight(schedule, pp, chunks, num_microbatches)
+        return in_flight(schedule, pp, chunks, num_microbatches, slices, cap)
     if not catalog.splits_backward(schedule):
         return (0.0,) * pp
     placement = catalog.placement_for(schedule, pp, chunks)
@@ -174,7 +204,7 @@ def stage_memory(
 class LayerTable:
     """Costs of every layer of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
-    Times and sizes are those of one microbatch.
+    Times and sizes are those of one microbatch, or of one slice of mean size if sequences are cut.
 
     Attributes:
         estimated: Whether a time was estimated instead of measured.
@@ -193,6 +223,8 @@ class LayerTable:
         workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
         waiting_bytes: Size of the data kept from input gradients to weight gradients, in bytes. It
             is added to ``kept_bytes``.
+        gathered_bytes: Size in bytes of the gradients of keys and values that slices of a
+            microbatch add up, for the whole microbatch. 0 for whole sequences.
     """
 
     estimated: bool
@@ -206,6 +238,7 @@ class LayerTable:
     kept_bytes: Any
     workspace_bytes: Any
     waiting_bytes: Any
+    gathered_bytes: Any
 
 
 def layer_table(
@@ -226,7 +259,7 @@ def layer_table(
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
         micro_batch: Number of samples per microbatch.
-        settings: Settings of the plan.
+        settings: Settings of the plan. If they cut sequences, the table is that of a slice.
         others: Types of all nodes whose ranks share experts or sequences with this node. The
             slowest link to any of them is used. Empty for ``node`` alone.
 
@@ -237,6 +270,8 @@ def layer_table(
     key: Any = (node.name, tp, micro_batch, settings.recompute, settings.sequence_parallel)
     if expert_ranks * context_ranks > 1:
         key = (*key, expert_ranks, context_ranks, *(other.name for other in others or (node,)))
+    if settings.slices > 1:
+        key = (*key, "slices", settings.slices)
     if key in inputs.layer_tables:
         cached: LayerTable = inputs.layer_tables[key]
         return cached
@@ -247,8 +282,8 @@ def layer_table(
         node=node,
         tp=tp,
         # A rank with half of each sequence has the same work as with half of the samples, so divide
-        # the samples.
-        samples=micro_batch / context_ranks,
+        # the samples. The same holds for a slice of half of each sequence.
+        samples=micro_batch / (context_ranks * settings.slices),
         settings=settings,
         exchange=exchange_of(inputs, node, others or (node,), tp, expert_ranks),
         ring=context_ring(inputs, node, others or (node,), tp, context_ranks),
@@ -271,7 +306,7 @@ class _LayerSetup:
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
         samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
-            sequences.
+            sequences, or if they are cut into slices.
         settings: Settings of the plan.
         exchange: Function that returns the time to send tokens to their experts, made by
             :func:`exchange_of`.
@@ -326,6 +361,7 @@ class _LayerBytes(NamedTuple):
     kept_bytes: float
     workspace_bytes: float
     waiting_bytes: float
+    gathered_bytes: float
 
 
 def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerSeconds:
@@ -387,6 +423,17 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
     if recompute == "none" or not kind.counted:
         kept = whole
+    slices = setup.settings.slices
+    gathered = 0.0
+    if slices > 1:
+        # Without a kernel, a slice keeps its scores with earlier tokens only.
+        scores = kind.attention_bytes if recompute == "none" else 0.0
+        kept -= scores / tp * samples * (slices - 1) / (2 * slices)
+        # Keys and values are kept until the backward pass of the first slice, and their gradients
+        # are added up in 32 bits.
+        kept += kind.keys_bytes / tp * samples
+        gathered = kind.keys_bytes / tp * samples * slices
+        gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recompute holds all activations of the one layer that it recomputes.
     working = kind.workspace_bytes / tp * samples + max(whole - kept, 0.0)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
@@ -413,6 +460,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         kept_bytes=max(kept, 0.0),
         workspace_bytes=working,
         waiting_bytes=waiting * samples if waits else 0.0,
+        gathered_bytes=gathered,
     )
 
 

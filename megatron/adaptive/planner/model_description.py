@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS
 from megatron.adaptive.errors import ConfigError
 
 ATTENTIONS = ("fused", "kernel", "unfused")
@@ -126,10 +127,14 @@ class LayerKind:
         context_bytes: Size in bytes of the keys and values that ranks exchange if they share a
             sequence. The size is for a forward pass, before tensor parallelism divides it. 0 if
             ranks cannot share a sequence.
+        keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
+            before tensor parallelism divides it. 0 if the sequence cannot be cut into slices.
         routed_bytes: Size of the kept copies of tokens for experts, in bytes. If experts are
             distributed over ranks, the same amount is sent to them and back in a forward pass, and
             again in a backward pass.
         group: ``encoder`` or ``decoder`` if a stage must not have layers of both, otherwise empty.
+        is_local: Whether attention has a window, so that a token attends to a limited number of
+            tokens.
         counted: Whether ``--num-layers`` and the partition of a plan file include the layer.
     """
 
@@ -148,8 +153,10 @@ class LayerKind:
     tp_bytes: float = 0.0
     expert_parameters: float = 0.0
     context_bytes: float = 0.0
+    keys_bytes: float = 0.0
     routed_bytes: float = 0.0
     group: str = ""
+    is_local: bool = False
     counted: bool = True
 
     def held_parameters(self, tp: int) -> float:
@@ -244,6 +251,29 @@ class Model:
     def has_experts(self) -> bool:
         """Whether any layer has experts."""
         return any(self.kinds[name].routed_bytes for name in set(self.layers))
+
+    @cached_property
+    def attention_share(self) -> float:
+        """Attention's part of the operations of all transformer layers, from 0 to 1.
+
+        Attention with a window is left out, because its operations do not grow with the square of
+        the sequence.
+        """
+        kinds = [self.kinds[name] for name in self.layers]
+        whole = sum(kind.forward_flops for kind in kinds if kind.counted)
+        grows = sum(kind.attention_flops for kind in kinds if kind.counted and not kind.is_local)
+        return grows / whole if whole else 0.0
+
+    def most_slices(self) -> int:
+        """Returns into how many slices a sequence can be cut, 1 if it cannot be cut."""
+        attending = [
+            kind for kind in map(self.layer, range(self.num_layers)) if kind.attention_flops
+        ]
+        if self.attention == "fused" or not attending:
+            return 1
+        if not all(kind.keys_bytes for kind in attending):
+            return 1
+        return max(1, self.sequence // LEAST_TOKENS)
 
     def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
         """Returns whether ranks can divide a sequence evenly, and all layers allow this.

@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan_file import PLAN_FORMAT, plan_variables, run_flags
-from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.schedule import catalog
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
 """Megatron-LM's command-line flags for training in fp8. The arguments of a model that is planned in
@@ -76,6 +72,8 @@ class StageSettings:
             (expert-parallel size).
         context_ranks: Number of consecutive ranks that divide each sequence among themselves
             (context-parallel size).
+        slices: Number of slices into which each sequence is cut, 1 for whole sequences. The work of
+            a stage on one slice of a microbatch is then one action.
     """
 
     recompute: str = "none"
@@ -84,6 +82,7 @@ class StageSettings:
     sequence_parallel: bool = False
     expert_ranks: int = 1
     context_ranks: int = 1
+    slices: int = 1
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
         """Returns the number of parameters whose optimizer state one of ``dp`` replicas updates.
@@ -114,6 +113,8 @@ class Plan(StageSettings):
             and head are included.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
+        cap: Limit on the activations that a rank holds under a run-time rule, in microbatches over
+            all its chunks. ``None`` for the rule's default.
     """
 
     tp: int
@@ -125,11 +126,17 @@ class Plan(StageSettings):
     places: tuple[StagePlace, ...]
     chunks: int = 1
     schedule: str = "1f1b"
+    cap: float | None = None
 
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches per replica and step."""
         return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def num_items(self) -> int:
+        """Number of slices of all microbatches per replica and step."""
+        return self.num_microbatches * self.slices
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -315,6 +322,10 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         document["degrees"]["expert"] = plan.expert_ranks
     if plan.context_ranks > 1:
         document["degrees"]["context"] = plan.context_ranks
+    if plan.slices > 1:
+        document["sequence_slices"] = plan.slices
+    if plan.cap is not None:
+        document["activation_cap"] = plan.cap
     if plan.pp * plan.chunks > 1:
         document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
@@ -331,7 +342,7 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         "step_s": prediction.seconds,
         "parts_s": dict(prediction.parts),
         "tokens_per_s": speed,
-        "tokens_per_s_per_gpu": speed / sum(_gpus_used(plan).values()),
+        "tokens_per_s_per_gpu": speed / sum(gpus_used(plan).values()),
         "mfu": flops_share(plan, inputs, prediction),
         "price_per_step": prediction.price_per_step,
         "estimated": prediction.estimated,
@@ -348,7 +359,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
     GPU in this precision, or the model has no operations.
     """
     peak = 0.0
-    for node, count in _gpus_used(plan).items():
+    for node, count in gpus_used(plan).items():
         gpu = known_gpu(inputs.cluster.nodes[node].gpu)
         if gpu is None or inputs.model.precision.name not in gpu.flops:
             return None
@@ -357,7 +368,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
     return 3 * work * plan.global_batch / prediction.seconds / peak if work else None
 
 
-def _gpus_used(plan: Plan) -> Counter[int]:
+def gpus_used(plan: Plan) -> Counter[int]:
     """Returns how many GPUs a plan uses on each node, by node index, ordered by rank."""
     used = Counter[int]()
     for stage_place in plan.places:
@@ -368,7 +379,7 @@ def _gpus_used(plan: Plan) -> Counter[int]:
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
     """Returns the plan's nodes ordered by rank, with consecutive equal nodes merged into groups."""
-    kinds = [(cluster.nodes[node].name, count) for node, count in _gpus_used(plan).items()]
+    kinds = [(cluster.nodes[node].name, count) for node, count in gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
         for (name, processes), nodes in groupby(kinds)
@@ -541,98 +552,6 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     return shlex.join(["sbatch", *flags, f"--wrap={command}"]) + "\n"
 
 
-_COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": "price/step"}
-
-
-def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a table that compares plans: settings, time, memory, price and parts of a step.
-
-    Args:
-        files: Names and contents of plan files, with their predictions.
-
-    Raises:
-        ConfigError: A plan does not match the schema, or has no prediction.
-    """
-    for name, document in files:
-        plan_variables(document, name)
-        prediction = document.get("prediction")
-        keys = {"parts_s", "memory_bytes", *_COMPARED}
-        if not isinstance(prediction, dict) or not keys <= set(prediction):
-            raise ConfigError(f"{name}: the plan has no prediction: write it with plan --output")
-    predictions = [document["prediction"] for _, document in files]
-    lines = [["", *(name for name, _ in files)]]
-    settings = [_settings(document) for _, document in files]
-    for key in dict.fromkeys(itertools.chain(*settings)):
-        values = [setting.get(key, "-") for setting in settings]
-        if len(set(values)) > 1:
-            lines.append([key, *values])
-    lines += _figure_lines(predictions)
-    text = aligned(lines, left=1)
-    for (name, _), prediction in zip(files[1:], predictions[1:], strict=True):
-        text.append(f"{name} is {_reason(prediction, predictions[0], files[0][0])}")
-    return "\n".join(text)
-
-
-def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table lines with predicted values of plans, and the change from the first plan."""
-    lines = []
-    figures = [
-        {
-            **{title: float(prediction[key]) for key, title in _COMPARED.items()},
-            "fullest GPU, GB": max(prediction["memory_bytes"]) / _GB,
-        }
-        for prediction in predictions
-    ]
-    for title, base in figures[0].items():
-        numbers = [figure[title] for figure in figures]
-        changes = [f" ({value / base - 1:+.1%})" if base else "" for value in numbers[1:]]
-        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
-        cells = [number + change for number, change in zip(shown, ["", *changes], strict=True)]
-        if any(numbers):
-            lines.append([title, *cells])
-    return lines
-
-
-def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Returns whether a plan is slower or faster than the first plan, and which parts differ most.
-
-    Args:
-        prediction: Prediction of the plan, in the form that a plan file contains.
-        first: Prediction of the plan to compare with, in the same form.
-        first_name: Name of the plan file to compare with.
-    """
-    parts, base = prediction["parts_s"], first["parts_s"]
-    gains = {key: parts.get(key, 0.0) - base.get(key, 0.0) for key in {**base, **parts}}
-    largest = sorted(gains.items(), key=lambda pair: -abs(pair[1]))[:3]
-    differences = ", ".join(
-        f"{key} {'+' if gain > 0 else '-'}{seconds_text(abs(gain))}"
-        for key, gain in largest
-        if abs(gain) > _LEAST_SHARE * first["step_s"]
-    )
-    word = "slower" if prediction["step_s"] > first["step_s"] else "faster"
-    return f"{word} than {first_name}: {differences or 'no part differs noticeably'}"
-
-
-def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings of a plan file as text, by their keys in the file."""
-    settings = {**document.get("degrees", {})}
-    for key, value in document.items():
-        if key == "placement":
-            value = ", ".join(
-                f"{group['nodes']} {group.get('type', 'nodes')} x {group['processes_per_node']}"
-                for group in value
-            )
-        if key not in ("degrees", "prediction", "format", "stages"):
-            settings[key] = format_partition(value) if key == "partition" else value
-    return {key: str(value) for key, value in settings.items()}
-
-
-_GB = 1e9
-_BAR = 30
-_LEAST_SHARE = 0.001
-"""Minimum fraction of the step time by which a part must differ to be named as a reason."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
     """A plan and its prediction, which make one row of a table.
@@ -644,145 +563,3 @@ class PlanRow:
 
     plan: Plan
     prediction: Prediction
-
-
-def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
-    """Returns a text table with one row per plan.
-
-    Args:
-        rows: Plans with their predictions, best first, at least one.
-        inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens of the whole training run, from which its time and price are
-            computed. 0 omits both.
-    """
-    has_prices = any(row.prediction.price_per_hour for row in rows)
-    is_shown = {
-        "ep": inputs.model.has_experts,
-        "cp": any(row.plan.context_ranks > 1 for row in rows),
-        "price/step": has_prices,
-        "run": tokens > 0,
-        "price/run": has_prices and tokens > 0,
-    }
-    columns = [_columns(row, inputs, tokens) for row in rows]
-    titles = [title for title in columns[0] if is_shown.get(title, True)]
-    lines = [["", *titles]]
-    for number, column in enumerate(columns, start=1):
-        lines.append([str(number), *(column[title] for title in titles)])
-    text = aligned(lines)
-    indent = " " * len(str(len(rows)))
-    for number, row in enumerate(rows, start=1):
-        layers = format_partition(inputs.model.counted(row.plan.partition))
-        places = placement_text(row.plan, inputs.cluster)
-        text.insert(2 * number, f"{indent}  layers {layers} on {places}")
-    return "\n".join(text)
-
-
-def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns all table cells of a plan, by the titles of their columns."""
-    plan, prediction = row.plan, row.prediction
-    steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
-    memories = [stage.memory for stage in prediction.stages]
-    fullest = max(memories, key=lambda memory: memory.total_bytes / memory.limit_bytes)
-    chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
-    replicas = "-".join(str(len(stage_place.replicas)) for stage_place in plan.places)
-    share = flops_share(plan, inputs, prediction)
-    return {
-        "tp": str(plan.tp),
-        "dp": str(plan.dp) if plan.uniform else replicas,
-        "pp": f"{plan.pp}{chunks}",
-        "ep": str(plan.expert_ranks),
-        "cp": str(plan.context_ranks),
-        "batch": f"{plan.num_microbatches}x{plan.micro_batch}",
-        "schedule": plan.schedule,
-        "recompute": plan.recompute,
-        "optimizer": "sharded" if plan.distributed_optimizer else "whole",
-        "step": seconds_text(prediction.seconds),
-        "tokens/s": f"{prediction.tokens_per_s:,.0f}",
-        "per GPU": f"{prediction.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
-        "MFU": "-" if share is None else f"{share:.1%}",
-        "bubble": f"{statistics.fmean(stage.bubble for stage in prediction.stages):.1%}",
-        "memory": f"{fullest.total_bytes / _GB:.1f}/{fullest.limit_bytes / _GB:.1f} GB",
-        "price/step": f"{prediction.price_per_step:.4g}",
-        "run": seconds_text(steps * prediction.seconds),
-        "price/run": f"{steps * prediction.price_per_step:,.0f}",
-    }
-
-
-def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Returns the plan's nodes as text, ordered by rank, such as ``2 a100 x 8, 1 v100 x 4``."""
-    return ", ".join(
-        f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
-        for group in placement_groups(plan, cluster)
-    )
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns a duration as text with a fitting unit, from days to milliseconds."""
-    for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
-        if seconds >= least:
-            return f"{seconds / unit:.4g} {word}"
-    if not seconds:
-        return "0"
-    return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
-
-
-_PARTS = {
-    "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
-    "transfer": "transfers between stages",
-    "reduction": "gradient reduction of stage {stage}",
-    "embedding": "gradients of the tied embeddings",
-    "optimizer": "the optimizer step of stage {stage}",
-    "bubble": "idle time of the pipeline",
-    "jitter": "waiting for actions that happen to take longer",
-    "beside": "work besides pipeline, reduction and optimizer",
-}
-
-
-def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text with the parts of a step, each stage's memory, and the largest part."""
-    plan, prediction = row.plan, row.prediction
-    lines = [f"a step of {seconds_text(prediction.seconds)}:"]
-    for name, seconds in prediction.parts.items():
-        share = seconds / prediction.seconds if prediction.seconds else 0.0
-        bar = "█" * round(_BAR * share)
-        lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
-    lines.append("")
-    lines.append(_stage_table(plan, prediction, inputs))
-    name = max(prediction.parts, key=lambda key: prediction.parts[key])
-    slowest = max(
-        range(plan.pp),
-        key=lambda i: prediction.stages[i].forward_s + prediction.stages[i].backward_s,
-    )
-    description = _PARTS[name].format(stage=slowest)
-    share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name}: {description}: {share:.0%} of the step"])
-
-
-def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
-    """Returns a table with the times and memory of each pipeline rank."""
-    head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
-    head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
-    lines = [head]
-    counted = inputs.model.counted(plan.partition)
-    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
-    for rank, (stage_place, stage) in enumerate(zip(plan.places, prediction.stages, strict=True)):
-        names = dict.fromkeys(
-            inputs.cluster.nodes[replica.node].name for replica in stage_place.replicas
-        )
-        layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
-        memory = stage.memory
-        *parts, limit_bytes = vars(memory).values()
-        sizes = (*parts, memory.total_bytes, limit_bytes)
-        times = (stage.forward_s, stage.backward_s, stage.send_s)
-        lines.append(
-            [
-                str(rank),
-                "+".join(names),
-                "+".join(map(str, layers)),
-                *map(seconds_text, times),
-                f"{stage.bubble:.1%}",
-                *(f"{value / _GB:.2f}" for value in sizes),
-            ]
-        )
-    return "\n".join(aligned(lines))

@@ -15,8 +15,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.plan_file import plan_flags, world_size_of
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.schedule_specs import selectable_names
@@ -25,17 +23,8 @@ from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
 from megatron.adaptive.planner.layer_costs import OURS, estimate_optimizer_s, make_estimator
 from megatron.adaptive.planner.model_description import RECOMPUTE, Model
-from megatron.adaptive.planner.model_file import ANY_RUN
-from megatron.adaptive.planner.plan import (
-    FP8_FLAGS,
-    Plan,
-    PlanRow,
-    Prediction,
-    StageMemory,
-    placement_text,
-    plan_document,
-    seconds_text,
-)
+from megatron.adaptive.planner.plan import Plan, PlanRow, Prediction, StageMemory, plan_document
+from megatron.adaptive.planner.plan_text import placement_text, seconds_text
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher
 from megatron.adaptive.planner.search_options import (
@@ -45,6 +34,7 @@ from megatron.adaptive.planner.search_options import (
     SearchOptions,
     SearchResult,
 )
+from megatron.adaptive.planner.trainer_rules import check_slices, trainer_refusal
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
@@ -133,6 +123,11 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
                 f"--schedules {','.join(asked)}: no plan that fits can run under these schedules,"
                 " with its numbers of stages, layers and microbatches; add 1f1b"
             )
+        if 1 not in request.options.slices:
+            raise ConfigError(
+                f"--sequence-slices {_list(request.options.slices)}: no plan that fits cuts"
+                " sequences so, with several stages and a run-time rule; add 1 to allow whole ones"
+            )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
         raise ConfigError(_explain_limits(searcher, goal))
@@ -162,26 +157,8 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
     A model that was not described by the trainer's arguments cannot be checked, so its plans are
     accepted.
     """
-    model = inputs.model
-    arguments = [
-        argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
-    ]
-    if not arguments:
-        return ""
-    if "--transformer-impl" not in arguments:
-        is_engine = model.attention == "fused"
-        arguments += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
     document = plan_document(row.plan, inputs, row.prediction)
-    try:
-        parse(
-            [*ANY_RUN, *arguments, *plan_flags(document, "the plan")],
-            world_size=world_size_of(document) or 1,
-            last_wins=True,
-            installed=Installed(transformer_engine=True),
-        )
-    except ConfigError as error:
-        return str(error).removeprefix("--plan the plan: ")
-    return ""
+    return trainer_refusal(inputs.model, plan_flags(document, "the plan"), world_size_of(document))
 
 
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
@@ -204,6 +181,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         value = getattr(plan, name)
         less = next((value // by for by in range(2, value + 1) if value % by == 0), 0)
         choices += [(name, other) for other in (less, 2 * value) if other]
+    choices += [("slices", number) for number in _near_slices(plan)]
     choices += [("recompute", kind) for kind in RECOMPUTE if kind != plan.recompute]
     if plan.pp > 1:
         others = [schedule for schedule in options.schedules if schedule != plan.schedule]
@@ -231,10 +209,16 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     return lines
 
 
+def _near_slices(plan: Plan) -> tuple[int, ...]:
+    """Returns the neighbours of a plan's number of slices; none for whole sequences."""
+    return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
+
+
 def _brief(plan: Plan) -> str:
     """Returns a plan's most important settings as text."""
+    slices = f" in {plan.slices} slices" if plan.slices > 1 else ""
     return (
-        f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch},"
+        f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch}{slices},"
         f" {plan.schedule}, recompute {plan.recompute}"
     )
 
@@ -249,6 +233,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
     """Checks a user's request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
+    check_slices(options, inputs.model)
     _check_request(request, options, inputs)
     return Searcher(inputs, global_batch=request.global_batch, options=options)
 
@@ -435,7 +420,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     )
     _add_plans(figure, rows, inputs)
     _add_memory(figure, rows[0].prediction)
-    if plan.uniform and 3 * plan.pp * plan.chunks * plan.num_microbatches <= _MOST_BARS:
+    if plan.uniform and 3 * plan.pp * plan.chunks * plan.num_items <= _MOST_BARS:
         _add_timeline(figure, simulated(plan, StageSums.of(plan, inputs, OURS)))
     figure.update_xaxes(title_text="seconds", row=3, col=1)
     figure.update_yaxes(title_text="rank", autorange="reversed", dtick=1, row=3, col=1)

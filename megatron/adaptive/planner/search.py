@@ -27,6 +27,12 @@ fastest 1F1B pipeline of each shape and set of nodes is also timed under every o
 schedules with several chunks per rank, its layers are partitioned again. The fastest of these
 results is kept. With other schedules, the search uses a bound that holds for every schedule
 (:meth:`Searcher._work_s`).
+
+If sequences may be cut into slices, shapes with slices are searched after all others, in the same
+way. For the search, such a shape is a pipeline of 1F1B whose microbatches are the slices. No
+backward pass of a microbatch starts before the forward passes of all its n slices, so rank r of p
+holds p - r - 1 + n of them instead of p - r. The pipelines found are timed under run-time rules,
+which order slices.
 """
 
 from __future__ import annotations
@@ -73,6 +79,7 @@ from megatron.adaptive.planner.stage_classes import (
     stage_classes,
     take_nodes,
 )
+from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
 """Maximum number of levels (sets of nodes with a first stage) per shape on its first visit."""
@@ -93,6 +100,9 @@ SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values(
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
+_MOST_SLICES = 1024
+"""Maximum number of slices of all microbatches of a step. With so many microbatches, ranks hardly
+wait, and slices gain little."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate per shape, set of nodes and number of stages."""
 _FORWARD_BACK = 2.5
@@ -226,7 +236,27 @@ class Searcher:
         """
         goal = objective or Objective()
         best = Best(self.options.top, goal)
-        shapes = self.shapes()
+        left_out = math.inf
+        for slices in sorted({number > 1 for number in self.options.slices}):
+            shapes = [shape for shape in self.shapes() if (shape.choice.slices > 1) == slices]
+            left_out = min(left_out, self._search_shapes(shapes, best))
+        entries = map(self._handed_over, best.sorted())
+        plans = tuple(sorted(entries, key=lambda entry: entry.value))
+        bound = min(left_out, plans[0].value) if plans else left_out
+        return SearchResult(
+            plans=plans, bound=bound, timed=self.timed, configurations=self.configurations
+        )
+
+    def _search_shapes(self, shapes: Sequence[SearchShape], best: Best) -> float:
+        """Searches shapes within a limit on time.
+
+        Args:
+            shapes: Shapes to search, lowest estimated step time first.
+            best: Best plans so far. Better plans are added to it.
+
+        Returns:
+            Lower bound of the value of all plans that were not searched.
+        """
         visited = []
         self._until = search_s() + self.options.most_cpu_s * len(self._counts)
         left_out = math.inf
@@ -246,12 +276,7 @@ class Searcher:
             if best.value(shape.bound_s, self._least_price) >= left_out:
                 break
             left_out = min(left_out, best.value(self._capacity_s(shape), self._least_price))
-        entries = map(self._handed_over, best.sorted())
-        plans = tuple(sorted(entries, key=lambda entry: entry.value))
-        bound = min(left_out, plans[0].value) if plans else left_out
-        return SearchResult(
-            plans=plans, bound=bound, timed=self.timed, configurations=self.configurations
-        )
+        return left_out
 
     def _handed_over(self, entry: Found) -> Found:
         """Moves layers between stages to speed up a plan under its chosen schedule.
@@ -279,18 +304,22 @@ class Searcher:
             ]
             parallel_choices = self._sequence_parallel(classes, shared)
             sharding = options.distributed_optimizer
-            ways = itertools.product(options.recompute, sharding, spreads, parallel_choices)
-            for recompute, sharded, spread, is_parallel in ways if measured else ():
+            numbers = self._slices(classes, microbatches, shared)
+            ways = itertools.product(
+                numbers, options.recompute, sharding, spreads, parallel_choices
+            )
+            for slices, recompute, sharded, spread, is_parallel in ways if measured else ():
                 if sharded and all(stage_class.dp == 1 for stage_class in classes):
                     continue
                 choice = ShapeChoice(
-                    microbatches=microbatches,
+                    microbatches=microbatches * slices,
                     recompute=recompute,
                     distributed_optimizer=sharded,
                     overlap_reduce=options.overlap_reduce,
                     sequence_parallel=is_parallel,
                     expert_ranks=spread,
                     context_ranks=shared,
+                    slices=slices,
                 )
                 if (
                     not is_parallel
@@ -301,6 +330,22 @@ class Searcher:
                 bound = self._work_s(measured, choice, self._counts, self._most_stages(measured))
                 shapes.append(SearchShape(classes=measured, choice=choice, bound_s=bound))
         return sorted(shapes, key=self._guess_s)
+
+    def _slices(
+        self, classes: Sequence[StageClass], microbatches: int, shared: int
+    ) -> tuple[int, ...]:
+        """Returns the numbers of slices to try.
+
+        Args:
+            classes: Stage classes that the pipeline may combine.
+            microbatches: Number of microbatches per step.
+            shared: Number of ranks that share a sequence.
+        """
+        has_rule = any(is_rule(name) for name in self.options.schedules)
+        most = _MOST_SLICES // microbatches
+        is_cut = has_rule and shared == 1 and self._most_stages(classes) > 1
+        is_cut = is_cut and not self.options.unequal
+        return tuple(n for n in self.options.slices if n == 1 or (is_cut and n <= most))
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
         """Returns the settings of sequence parallelism to try: off, on or both."""
@@ -449,7 +494,8 @@ class Searcher:
         costs = self._tables.arrays(shape.classes, shape.choice)
         if self.options.partition:
             costs["after"] = only_partition(costs["after"], self.options.partition)
-        held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
+        slices = shape.choice.slices
+        held = in_flight("1f1b", most, 1, shape.choice.microbatches // slices, slices)[::-1]
         arrays = search_kernel.ShapeArrays(
             **costs,
             **levels.arrays,
@@ -601,7 +647,7 @@ class Searcher:
                 # The kernel times messages as if neighbours always shared an island (a group of
                 # GPUs with fast links), so the plan is timed again here.
                 seconds = predict(plan, self.inputs).seconds
-            allowed = "1f1b" in self.options.schedules and plan.uniform
+            allowed = "1f1b" in self.options.schedules and plan.uniform and plan.slices == 1
             if allowed and seconds < best.most_seconds(price):
                 best.add(key, plan, float(seconds), price)
             if finish and not (self._exact and plan.uniform):
@@ -634,6 +680,8 @@ class Searcher:
             least_s: Step time in seconds under 1F1B, or infinity if it is not known.
         """
         names = [name for name in self.options.schedules if name != "1f1b" or least_s == math.inf]
+        if plan.slices > 1:
+            names = [name for name in names if is_rule(name) and plan.pp > 1]
         row = scheduled(plan, self.inputs, names)
         if row is not None and row.prediction.fits:
             least_s = min(least_s, row.prediction.seconds)

@@ -30,6 +30,8 @@ class SearchOptions:
             For a model with experts, it is always on.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
             If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
+        slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
+            and a run-time rule cut them.
         expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all.
         partition: Number of layers of each stage, embedding and head included. Empty to choose it.
         schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
@@ -54,6 +56,7 @@ class SearchOptions:
     overlap_reduce: bool = False
     sequence_parallel: tuple[bool, ...] = (False, True)
     context_ranks: tuple[int, ...] = ()
+    slices: tuple[int, ...] = (1,)
     expert_ranks: tuple[int, ...] = ()
     partition: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b",)

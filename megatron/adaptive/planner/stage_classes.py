@@ -151,7 +151,8 @@ class ShapeChoice(StageSettings):
     """Settings that all stages of a shape share, and the number of microbatches per step.
 
     Attributes:
-        microbatches: Number of microbatches per step.
+        microbatches: Number of microbatches per step; the number of slices of all microbatches if
+            sequences are cut.
     """
 
     microbatches: int
@@ -512,8 +513,9 @@ class Tables:
             if first is None or second is None or (kind and a != b):
                 continue  # stages of these two classes are never neighbours in this way
             if not kind or sender.block > 1:
-                # Each rank that shares a sequence sends only its part of the sequence.
-                parts = [float(size) / choice.context_ranks for size in sizes]
+                # Each rank that shares a sequence sends only its part of the sequence. If sequences
+                # are cut, a message has one slice.
+                parts = [float(size) / choice.context_ranks / choice.slices for size in sizes]
                 rows = [
                     self._once(
                         ("message", sender, receiver, kind, size, sliced),

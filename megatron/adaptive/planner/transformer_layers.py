@@ -361,6 +361,8 @@ def _layer(
         tp_bytes=(blocks - 1 + routed + (ffn > 0)) * width * element,
         expert_parameters=weights.experts,
         context_bytes=tokens * pairs * element if _divides_tokens(shape, causal) else 0.0,
+        keys_bytes=tokens * pairs * element if causal and not crossed else 0.0,
+        is_local=bool(shape.window),
         routed_bytes=routed * width * element,
         group=group,
     )

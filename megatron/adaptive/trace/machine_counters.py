@@ -1,4 +1,4 @@
-"""Counts what kept a rank from computing: other programs, quotas, lack of memory, slow disks.
+"""Counts what kept a rank from computing: other programs, quotas, lack of memory, disks, networks.
 
 The kernel counts these for every process and for the whole machine::
 
@@ -8,6 +8,10 @@ The kernel counts these for every process and for the whole machine::
                                      machine took ("steal")
     /proc/pressure/{memory,io}       time that programs waited for memory or disks
     /proc/self/stat                  pages that had to be read from disk
+    /proc/self/io                    bytes that this process and its children read from a disk
+    TCP_INFO of open connections     TCP segments that were sent, and that were sent again
+    /sys/devices/system/cpu          clock of a processor and its limit
+    /sys/class/{net,infiniband}      errors and speed of network ports
 
 The files stay open, so that reading all of them takes tens of microseconds. A file that a machine
 lacks, or that this process may not read, is left out.
@@ -22,6 +26,20 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from megatron.adaptive.config import control_groups
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
+    TcpCounters,
+    error_files,
+    increase,
+    pause_files,
+    retry_files,
+    slowest_port_mbit_per_s,
+)
 
 ELAPSED = "elapsed_ns"
 """Name of the time in ns over which the other counters counted."""
@@ -47,6 +65,21 @@ DISK_WAIT = "disk_wait_ns"
 DISK_PAGES = "disk_pages"
 """Name of the number of pages for which this process waited while they were read from disk."""
 
+DISK_READ = "disk_read_bytes"
+"""Name of the number of bytes that this process and its children read from a disk.
+
+It is the count of the process that read most. Pages that were in memory do not count.
+"""
+
+CLOCK = "clock_khz"
+"""Name of the clock in kHz of the processor that this process used last."""
+
+CLOCK_LIMIT = "clock_limit_khz"
+"""Name of the limit in kHz that is set for this processor's clock."""
+
+FULL_CLOCK = "full_clock_khz"
+"""Name of the highest clock in kHz for which this processor is made."""
+
 MACHINE_BUSY = "machine_busy_ns"
 """Name of the processor time in ns that all programs of the machine used."""
 
@@ -67,10 +100,29 @@ COUNTERS = (
     MACHINE_BUSY,
     OWN_BUSY,
     PROCESSORS,
+    DISK_READ,
+    SENT_SEGMENTS,
+    RESENT_SEGMENTS,
+    CLOCK,
+    CLOCK_LIMIT,
+    FULL_CLOCK,
+    LINK_ERRORS,
+    LINK_RETRIES,
+    LINK_PAUSES,
+    LINK_SPEED,
 )
 """Names of all counters."""
 
+_CLOCKS = {
+    CLOCK: "scaling_cur_freq",
+    CLOCK_LIMIT: "scaling_max_freq",
+    FULL_CLOCK: "cpuinfo_max_freq",
+}
+"""Name of a processor's file with each clock."""
+
+_PROCESSORS = "/sys/devices/system/cpu"
 _MOST_THREADS = 64
+_MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
@@ -79,6 +131,8 @@ _STEAL_FIELD = 8
 """Index of the stolen time in the same line."""
 _MAJOR_FAULTS_FIELD = 9
 """Index of the major page faults in ``/proc/self/stat``, counted from the state."""
+_LAST_PROCESSOR_FIELD = 36
+"""Index of the processor that ran the process last in the same file, counted from the state."""
 _NS_PER_US = 1000
 
 
@@ -107,33 +161,47 @@ class MachineCounters:
     def __init__(self) -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source] = {}
+        self._readers: dict[str, _Source] = {}
+        self._clocks: dict[tuple[int, str], _Source | None] = {}
+        self._tcp = TcpCounters()
+        self._tcp_begun: dict[int, tuple[int, int]] = {}
+        self._speed = 0
         self._reads = 0
         self._begun = self._read()
 
     def begin(self) -> None:
         """Starts to count."""
         self._begun = self._read()
+        self._tcp_begun = self._tcp.read()
 
     def end(self) -> dict[str, int]:
         """Returns the counts since :meth:`begin` by name, without those that are 0."""
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
-            # Several sources of a counter are nested groups or threads: the largest count matters.
-            increase = value - self._begun.get((name, source), value)
-            counts[name] = max(counts[name], increase)
+            # Sources of a counter are nested groups, threads or processes: the largest matters.
+            counted = value - self._begun.get((name, source), value)
+            counts[name] = max(counts[name], counted)
         counts[PROCESSORS] = len(os.sched_getaffinity(0))
+        counts |= self._read_clocks()
+        sent, resent = increase(self._tcp_begun, self._tcp.read())
+        counts |= {SENT_SEGMENTS: sent, RESENT_SEGMENTS: resent, LINK_SPEED: self._speed}
         return {name: count for name, count in counts.items() if count > 0}
 
     def close(self) -> None:
         """Closes the files of the kernel. Idempotent."""
-        for source in (*(source for _, source in self._sources), *self._threads.values()):
+        sources = [source for _, source in self._sources]
+        sources += [source for source in self._clocks.values() if source is not None]
+        for source in (*sources, *self._threads.values(), *self._readers.values()):
             source.file.close()
-        self._sources, self._threads = [], {}
+        self._sources, self._threads, self._readers, self._clocks = [], {}, {}, {}
 
     def _read(self) -> dict[tuple[str, str], int]:
         """Returns the value of each source of each counter."""
         if self._reads % _READS_PER_LISTING == 0:
             self._list_threads()
+            self._list_readers()
+            self._tcp.list_connections()
+            self._speed = slowest_port_mbit_per_s()
         self._reads += 1
         values: dict[tuple[str, str], int | None] = {
             (ELAPSED, ""): time.monotonic_ns(),
@@ -143,7 +211,27 @@ class MachineCounters:
             values[name, str(number)] = source.value()
         for thread, source in self._threads.items():
             values[PROCESSOR_WAIT, thread] = source.value()
+        for process, source in self._readers.items():
+            values[DISK_READ, process] = source.value()
         return {key: value for key, value in values.items() if value is not None}
+
+    def _read_clocks(self) -> dict[str, int]:
+        """Returns the clocks of the processor that this process used last; 0 if unknown."""
+        stat = _opened("/proc/self/stat")
+        if stat is None:
+            return {}
+        with stat:
+            processor = _Source(stat, _last_processor).value()
+        if processor is None:
+            return {}
+        clocks = {}
+        for name, file_name in _CLOCKS.items():
+            if (processor, name) not in self._clocks:
+                file = _opened(f"{_PROCESSORS}/cpu{processor}/cpufreq/{file_name}")
+                self._clocks[processor, name] = None if file is None else _Source(file, int)
+            source = self._clocks[processor, name]
+            clocks[name] = (source.value() or 0) if source is not None else 0
+        return clocks
 
     def _list_threads(self) -> None:
         """Opens the files of threads that have begun, and closes those of threads that ended."""
@@ -151,12 +239,36 @@ class MachineCounters:
             listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
         except OSError:
             return
-        for thread in self._threads.keys() - listed:
-            self._threads.pop(thread).file.close()
-        for thread in listed - self._threads.keys():
-            file = _opened(f"/proc/self/task/{thread}/schedstat")
+        _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _waited_ns)
+
+    def _list_readers(self) -> None:
+        """Does the same for this process and its children, which may read data for it."""
+        listed = {"self"}
+        for thread in self._threads:
+            file = _opened(f"/proc/self/task/{thread}/children")
             if file is not None:
-                self._threads[thread] = _Source(file, lambda text: int(text.split()[1]))
+                with file:
+                    listed.update(os.fsdecode(file.read(_MOST_BYTES)).split()[:_MOST_CHILDREN])
+        _renew(self._readers, listed, "/proc/{}/io", _bytes_from_disk)
+
+
+def _renew(
+    sources: dict[str, _Source], listed: set[str], path: str, parse: Callable[[bytes], int]
+) -> None:
+    """Opens the files of listed threads or processes, and closes those of all others.
+
+    Args:
+        sources: Open files by thread or process; changed in place.
+        listed: Ids of the threads or processes that exist now.
+        path: Path of a file, with ``{}`` for the id.
+        parse: Function that reads the counter from the content of a file.
+    """
+    for ended in sources.keys() - listed:
+        sources.pop(ended).file.close()
+    for begun in listed - sources.keys():
+        file = _opened(path.format(begun))
+        if file is not None:
+            sources[begun] = _Source(file, parse)
 
 
 def _sources() -> Iterator[tuple[str, _Source]]:
@@ -170,6 +282,9 @@ def _sources() -> Iterator[tuple[str, _Source]]:
         (MEMORY_WAIT, "/proc/pressure/memory", _pressure_ns),
         (DISK_WAIT, "/proc/pressure/io", _pressure_ns),
         (DISK_PAGES, "/proc/self/stat", _major_faults),
+        *((LINK_ERRORS, str(path), int) for path in error_files()),
+        *((LINK_RETRIES, str(path), int) for path in retry_files()),
+        *((LINK_PAUSES, str(path), int) for path in pause_files()),
     ]
     for name, path, parse in files:
         file = _opened(path)
@@ -222,3 +337,18 @@ def _pressure_ns(text: bytes) -> int:
 def _major_faults(text: bytes) -> int:
     """Returns the number of page faults in ``/proc/self/stat`` that needed a disk."""
     return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
+
+
+def _last_processor(text: bytes) -> int:
+    """Returns the number in ``/proc/self/stat`` of the processor that ran the process last."""
+    return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
+
+
+def _waited_ns(text: bytes) -> int:
+    """Returns the time in ``schedstat`` for which a thread waited for a processor, in ns."""
+    return int(text.split()[1])
+
+
+def _bytes_from_disk(text: bytes) -> int:
+    """Returns the number of bytes in ``/proc/PID/io`` that a process read from disks."""
+    return int(text.split(b"\nread_bytes:", 1)[1].split(maxsplit=1)[0])

@@ -33,19 +33,23 @@ SCRIPTS = (
     "pipeline_script.py",
 )
 PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adaptive", "profile"]]
-LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "job", "launch"]]
+LAUNCHERS = [
+    ["-m", "torch.distributed.run"],
+    ["-m", "megatron.adaptive", "job", "launch"],
+    ["-m", "pytest"],  # tests that a program under test runs
+]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 NAMESPACES = ("net", "uts", "mnt", "pid")
 PR_SET_NAME = 15
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def ask(files: list[int], words: list[str]) -> None:
+def ask(files: list[int], command: list[str]) -> None:
     """Has this process forked, and ends as that one does; returns where there is no server.
 
     Args:
-        files: descriptors of its own, the last two for its output and errors.
-        words: a script and its arguments; none for a fork server.
+        files: Descriptors of this process, the last two for its output and errors.
+        command: Script and its arguments; empty for a fork server.
     """
     with socket.socket(socket.AF_UNIX) as link:
         try:
@@ -53,10 +57,10 @@ def ask(files: list[int], words: list[str]) -> None:
         except OSError:
             return
         limits = {n: resource.getrlimit(n) for n in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
-        given = {"pid": os.getpid(), "variables": dict(os.environ), "folder": os.getcwd()}
-        given |= {"words": words, "limits": limits, "started": started("self")}
-        socket.send_fds(link, [json.dumps(given).encode() + b"\n"], files)
-        if not words:
+        request = {"pid": os.getpid(), "variables": dict(os.environ), "folder": os.getcwd()}
+        request |= {"words": command, "limits": limits, "started": started("self")}
+        socket.send_fds(link, [json.dumps(request).encode() + b"\n"], files)
+        if not command:
             os.close(files[0])
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: link.send(bytes([number])) and None)
@@ -102,47 +106,47 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def is_trainer(words: list[str]) -> bool:
+def is_trainer(command: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
-    by_name = bool(words) and words[0].endswith(SCRIPTS)
-    return by_name or any(words[: len(program)] == program for program in PROGRAMS)
+    by_name = bool(command) and command[0].endswith(SCRIPTS)
+    return by_name or any(command[: len(program)] == program for program in PROGRAMS)
 
 
-def is_launcher(words: list[str]) -> bool:
+def is_launcher(command: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python``, start ranks."""
-    by_name = bool(words) and words[0].endswith("/torchrun")
-    return by_name or any(words[: len(launcher)] == launcher for launcher in LAUNCHERS)
+    by_name = bool(command) and command[0].endswith("/torchrun")
+    return by_name or any(command[: len(launcher)] == launcher for launcher in LAUNCHERS)
 
 
 def serve(path: str) -> None:
     """Forks a process for each that asks, until this one is killed.
 
     Args:
-        path: of the socket where it is asked.
+        path: Path of the socket that takes requests.
     """
-    forked: dict[Any, tuple[int, socket.socket]] = {}  # by its descriptor, and by its link
+    forked: dict[Any, tuple[int, socket.socket]] = {}  # keys: the process's descriptor and its link
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
         while True:
-            for one in select.select([listener, *forked], [], [])[0]:
-                if one is listener:
+            for ready in select.select([listener, *forked], [], [])[0]:
+                if ready is listener:
                     pid, link = _fork(listener)
                     forked[link] = forked[os.pidfd_open(pid)] = pid, link
-                elif one in forked and isinstance(one, int):
-                    pid, link = forked.pop(one)
+                elif ready in forked and isinstance(ready, int):
+                    pid, link = forked.pop(ready)
                     forked.pop(link, None)
-                    os.close(one)
+                    os.close(ready)
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     with link, contextlib.suppress(OSError):
                         link.send(str(status).encode())
-                elif one in forked:
-                    pid, link = forked[one]
+                elif ready in forked:
+                    pid, link = forked[ready]
                     numbers = _received(link)
                     if not numbers:
-                        del forked[one]
+                        del forked[ready]
                     for number in numbers or [signal.SIGKILL]:
                         for member in [pid] if numbers else _family(pid):
                             with contextlib.suppress(ProcessLookupError):
@@ -160,7 +164,7 @@ def _family(pid: int) -> list[int]:
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return [pid]
 
 
@@ -183,17 +187,18 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 def _enter(peer: int) -> None:
     """Makes this process one of the node that a process is on, where that has namespaces.
 
-    The processes of a node are below its first one: a child goes on, and this one ends as it does.
+    The processes of a node are below its first one: a child continues, and this one ends as it
+    does.
     """
     import ctypes
 
     from megatron.adaptive.cluster import rank_forkserver
 
-    theirs = {one: f"/proc/{peer}/ns/{one}" for one in NAMESPACES}
+    paths = {kind: f"/proc/{peer}/ns/{kind}" for kind in NAMESPACES}
     others = [
-        one for one in theirs if os.readlink(theirs[one]) != os.readlink(f"/proc/self/ns/{one}")
+        kind for kind in paths if os.readlink(paths[kind]) != os.readlink(f"/proc/self/ns/{kind}")
     ]
-    for file in [os.open(theirs[one], os.O_RDONLY) for one in others]:
+    for file in [os.open(paths[kind], os.O_RDONLY) for kind in others]:
         if ctypes.CDLL(None, use_errno=True).setns(file, 0):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(file)
@@ -207,7 +212,7 @@ def _enter(peer: int) -> None:
     _end(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def _become(peer: int, given: dict[str, Any], first: int, output: int, error: int) -> None:
+def _become(peer: int, request: dict[str, Any], first: int, output: int, error: int) -> None:
     """Is a node's fork server, or runs a script, until the end of this process."""
     from megatron.adaptive.cluster import rank_forkserver
 
@@ -219,29 +224,29 @@ def _become(peer: int, given: dict[str, Any], first: int, output: int, error: in
         for file, number in ((output, 1), (error, 2)):
             os.dup2(file, number)
             os.close(file)
-        for name, limit in given["limits"].items():
+        for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
         # Torch gives launchers another name, so that tests find a forked process by this file.
-        with open(f"{given['variables'][SOCKET]}-{given['pid']}", "w") as told:
-            told.write(f"{given['started']} {os.getpid()} {started('self')}")
+        with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
+            record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
-        os.environ.update(given["variables"])
-        os.chdir(given["folder"])
-        if given["words"]:
+        os.environ.update(request["variables"])
+        os.chdir(request["folder"])
+        if request["words"]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _name(f"python-{given['pid']}")
+            _name(f"python-{request['pid']}")
             os.dup2(first, 0)
             os.close(first)
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
             from tests.labs.one_import import run
 
-            is_module = given["words"][0] == "-m"
-            sys.path[0] = os.getcwd() if is_module else os.path.dirname(given["words"][0])
-            status = run({"variables": {}, "words": given["words"]})
+            is_module = request["words"][0] == "-m"
+            sys.path[0] = os.getcwd() if is_module else os.path.dirname(request["words"][0])
+            status = run({"variables": {}, "words": request["words"]})
         else:
-            # By this name a test finds it, with the process that asked.
-            _name(f"node-{given['pid']}")
+            # A test finds it by this name, which contains the number of the process that asked.
+            _name(f"node-{request['pid']}")
             rank_forkserver.main(first)
             status = 0
     except BaseException:

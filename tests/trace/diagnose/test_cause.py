@@ -112,7 +112,7 @@ def test_a_file_in_the_folder_is_a_cause_of_this_package(
 ) -> None:
     (tmp_path / "short_run.py").write_text(OWN.split("class Damaged")[0])
     before = [cause.name for cause in built_in_causes()]
-    assert before[0] == "slow rank"
+    assert "slow rank" in before
     monkeypatch.setattr(causes, "__path__", [*causes.__path__, str(tmp_path)])
     assert [cause.name for cause in built_in_causes()] == [*before, "short run"]
     monkeypatch.delitem(sys.modules, f"{causes.__name__}.short_run")

@@ -12,9 +12,13 @@ import pytest
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
 from megatron.adaptive.trace.machine_counters import (
+    CLOCK,
+    CLOCK_LIMIT,
     DISK_PAGES,
+    DISK_READ,
     DISK_WAIT,
     ELAPSED,
+    FULL_CLOCK,
     MACHINE_BUSY,
     MEMORY_WAIT,
     OWN_BUSY,
@@ -23,21 +27,46 @@ from megatron.adaptive.trace.machine_counters import (
     STEAL,
     THROTTLED,
 )
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
+)
 from megatron.adaptive.trace.read import read_run
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 from .conftest import NOISE
 
 Count = Callable[[int, int], dict[str, float]]
-"""Counters of a rank in an iteration, as fractions of the iteration."""
+"""Counters of a rank in an iteration: times as fractions of the iteration, others as they are."""
+
+NOT_TIMES = (
+    PROCESSORS,
+    DISK_PAGES,
+    DISK_READ,
+    SENT_SEGMENTS,
+    RESENT_SEGMENTS,
+    CLOCK,
+    CLOCK_LIMIT,
+    FULL_CLOCK,
+    LINK_ERRORS,
+    LINK_RETRIES,
+    LINK_PAUSES,
+    LINK_SPEED,
+)
 
 RANKS = 4
 SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 
 
-def diagnosed(folder: Path, count: Count, *faults: Fault, iterations: int = 16) -> Diagnosis:
+def diagnosed(
+    folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1
+) -> Diagnosis:
     """Diagnoses a made-up run whose ranks counted, beside what ranks of a quiet machine count."""
-    run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations})
+    run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)
     for rank, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
@@ -47,10 +76,9 @@ def diagnosed(folder: Path, count: Count, *faults: Fault, iterations: int = 16) 
                 elapsed_ns = 400_000_000
                 fractions = {OWN_BUSY: 0.8, MACHINE_BUSY: 0.8 * RANKS, PROCESSOR_WAIT: 0.01}
                 counted = {**fractions, **count(rank, marker["begin_iteration"])}
-                processors = counted.pop(PROCESSORS, 8)
-                pages = counted.pop(DISK_PAGES, 0)
+                others = {name: int(counted.pop(name)) for name in NOT_TIMES if name in counted}
                 machine = {name: round(part * elapsed_ns) for name, part in counted.items()}
-                machine |= {ELAPSED: elapsed_ns, PROCESSORS: processors, DISK_PAGES: pages}
+                machine |= {ELAPSED: elapsed_ns, PROCESSORS: 8, **others}
                 lines[number] = json.dumps({**marker, "machine": machine})
         path.write_text("\n".join(lines))
     return diagnose(read_run(folder))
@@ -73,7 +101,11 @@ def only(rank: int, **counts: float) -> Count:
         ({PROCESSOR_WAIT: 0.3, THROTTLED: 0.28}, "a quota on processor time", "cpu.max"),
         ({STEAL: 0.25}, "takes its processors away for 25%", "does not share its processors"),
         ({MEMORY_WAIT: 0.3, DISK_PAGES: 400}, "is short of memory", "free memory"),
-        ({DISK_WAIT: 0.3, DISK_PAGES: 400}, "its memory is read from disk", "free memory"),
+        (
+            {DISK_WAIT: 0.3, DISK_PAGES: 400},
+            "its memory or its files are read from disk",
+            "free memory",
+        ),
     ],
     ids=["other-programs", "pinned", "crowded", "quota", "steal", "memory", "disk"],
 )
@@ -142,6 +174,116 @@ def test_a_quiet_machine_and_traces_without_counters_have_no_finding(tmp_path: P
     assert diagnosed(tmp_path / "a", lambda rank, _: {}).findings == ()
     write_synthetic(tmp_path / "b", SyntheticRun(**NOISE, iterations=16))
     assert diagnose(read_run(tmp_path / "b")).findings == ()
+
+
+def test_memory_that_one_rank_lacks_is_counted_on_all_ranks_of_the_machine(tmp_path: Path) -> None:
+    def count(rank: int, iteration: int) -> dict[str, float]:
+        return {MEMORY_WAIT: 0.3, DISK_PAGES: 90 if rank == SLOW.rank else 0}
+
+    finding = next(f for f in diagnosed(tmp_path, count, SLOW).findings if f.cause == "slow rank")
+    assert finding.reason is not None
+    assert finding.reason.counter == MEMORY_WAIT
+
+
+def test_a_rank_with_two_waits_has_two_reasons(tmp_path: Path) -> None:
+    both = {PROCESSOR_WAIT: 0.25, MEMORY_WAIT: 0.12, DISK_PAGES: 90}
+    (finding,) = diagnosed(tmp_path, only(SLOW.rank, **both), SLOW).findings
+    assert finding.reason is not None
+    assert finding.reason.counter == PROCESSOR_WAIT
+    assert [reason.counter for reason in finding.more_reasons] == [MEMORY_WAIT]
+    assert f"  and {finding.more_reasons[0].text}" in finding.format()
+
+
+@pytest.mark.parametrize(
+    ("clocks", "text"),
+    [
+        (
+            {CLOCK: 2_000_000, CLOCK_LIMIT: 2_000_000},
+            "2.00 GHz, not 3.00 GHz, where a limit of 2.0",
+        ),
+        ({CLOCK: 2_000_000}, "has a clock of 2.00 GHz, not 3.00 GHz"),
+        ({CLOCK: 2_990_000}, ""),
+    ],
+    ids=["capped", "hot", "full"],
+)
+def test_a_slow_clock_is_a_reason(tmp_path: Path, clocks: dict[str, float], text: str) -> None:
+    full = {CLOCK: 3_000_000, CLOCK_LIMIT: 3_200_000, FULL_CLOCK: 3_200_000}
+    said = diagnosed(
+        tmp_path, lambda rank, _: {**full, **clocks} if rank == SLOW.rank else full, SLOW
+    )
+    (finding,) = said.findings
+    reason = finding.reason.text if finding.reason else ""
+    assert text in reason
+    assert bool(text) == bool(reason)
+
+
+@pytest.mark.parametrize("size_bytes", [8_000_000, 0])
+def test_a_slow_disk_explains_slow_reading(tmp_path: Path, size_bytes: int) -> None:
+    fault = Fault(kind="slow-data", rank=0, seconds=0.006)
+    counts = {DISK_WAIT: 0.2, DISK_READ: size_bytes}
+    (finding,) = diagnosed(tmp_path, only(0, **counts), fault).findings
+    assert finding.cause == "slow data"
+    if not size_bytes:
+        assert finding.reason is None
+        return
+    assert finding.reason is not None
+    assert "reads 8 MB per step from a disk" in finding.reason.text
+    assert finding.advice[0] == finding.reason.remedy
+
+
+LOST = tuple(
+    Fault(kind="slow-link", rank=1, to=2, seconds=0.08, first=i, last=i) for i in (3, 7, 8, 12)
+)
+
+
+@pytest.mark.parametrize("resent", [6, 0])
+def test_messages_that_are_late_when_packets_are_lost(tmp_path: Path, resent: int) -> None:
+    def count(rank: int, iteration: int) -> dict[str, float]:
+        is_lost = rank == 1 and any(fault.holds(iteration) for fault in LOST)
+        return {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 5 * resent if is_lost else 0}
+
+    findings = diagnosed(tmp_path, count, *LOST, iterations=20).findings
+    named = [(finding.cause, finding.ranks) for finding in findings]
+    assert (("lossy link", (1, 2)) in named) == bool(resent)
+    for finding in findings:
+        if finding.cause == "lossy link":
+            assert finding.reason is not None
+            assert "of its TCP segments again" in finding.reason.text
+            assert finding.cost_fraction > 0.02
+
+
+def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.02)
+    lossy = only(1, **{SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4})
+    (finding,) = diagnosed(tmp_path, lossy, fault).findings
+    assert (finding.cause, finding.ranks) == ("slow link", (1, 2))
+    assert finding.reason is not None
+    assert "sends 4.0% of its TCP segments again" in finding.reason.text
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({LINK_SPEED: 10_000}, "runs at 10,000 Mbit/s, those of other machines at 25,000 Mbit/s"),
+        ({LINK_RETRIES: 7}, "sends 7 packets per step again"),
+        ({LINK_ERRORS: 3}, "counts 3 faulty or dropped packets per step"),
+        ({LINK_PAUSES: 900}, "may not send for 900 ticks per step"),
+        ({}, ""),
+    ],
+    ids=["speed", "retries", "errors", "pauses", "sound"],
+)
+def test_ports_explain_a_slow_link_between_machines(
+    tmp_path: Path, counts: dict[str, float], text: str
+) -> None:
+    def count(rank: int, iteration: int) -> dict[str, float]:
+        return {LINK_SPEED: 25_000, LINK_PAUSES: 9, **(counts if rank == 1 else {})}
+
+    fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.02)
+    findings = diagnosed(tmp_path, count, fault, hosts=4).findings
+    (finding,) = (finding for finding in findings if finding.cause == "slow link")
+    reason = finding.reason.text if finding.reason else ""
+    assert text in reason
+    assert bool(text) == bool(reason)
 
 
 @pytest.mark.parametrize("machine", ['{"steal_ns": -1}', '{"steal_ns": 0.5}', "[1]", '{"a": "b"}'])

@@ -75,6 +75,7 @@ class Finding:
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
         reason: Reason of the slowdown in the machine's counters; ``None`` if they show none.
+        more_reasons: Further reasons, each of which explains a smaller part.
     """
 
     cause: str
@@ -94,6 +95,7 @@ class Finding:
     advice: tuple[str, ...] = ()
     partition: tuple[int, ...] = ()
     reason: Reason | None = None
+    more_reasons: tuple[Reason, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -122,6 +124,7 @@ class Finding:
         ]
         if self.reason:
             lines.append(f"  because {self.reason.text}")
+        lines += [f"  and {reason.text}" for reason in self.more_reasons]
         lines += [f"  {'do' if not n else 'or'}: {text}" for n, text in enumerate(self.advice)]
         return "\n".join(lines)
 

@@ -15,9 +15,13 @@ import numpy as np
 from megatron.adaptive.trace.diagnose.finding import Reason
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured
 from megatron.adaptive.trace.machine_counters import (
+    CLOCK,
+    CLOCK_LIMIT,
     DISK_PAGES,
+    DISK_READ,
     DISK_WAIT,
     ELAPSED,
+    FULL_CLOCK,
     MACHINE_BUSY,
     MEMORY_WAIT,
     OWN_BUSY,
@@ -26,16 +30,45 @@ from megatron.adaptive.trace.machine_counters import (
     STEAL,
     THROTTLED,
 )
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
+)
+from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that a counter must show to be the reason."""
+"""Minimum fraction of the lost time that the counters of the reasons must show together."""
+
+EXPLAINS_TOO = 0.2
+"""Minimum fraction of the lost time that a counter must show to be one of the reasons."""
 
 COUNTS = 0.05
 """Minimum fraction of the steps in which a counter must show a wait, to be named at all."""
 
-
 OTHERS_USE = 0.1
 """Minimum processor time of other processes, in processors, to name them as the reason."""
+
+SLOWER_CLOCK = 0.95
+"""Maximum ratio of a processor's clock to the usual one, to be the reason."""
+
+LOSES = 0.005
+"""Minimum fraction of TCP segments that a machine sends again, to say that packets are lost."""
+
+LOSES_OFTEN = 0.5
+"""Minimum number of such segments per iteration."""
+
+FAULT_TIMES = 4.0
+"""Minimum ratio of a port's faults to those of other machines, to be the reason."""
+
+SLOWER_PORT = 0.6
+"""Maximum ratio of a port's speed to that of other machines, to be the reason."""
+
+OWN_PAGES = 4.0
+"""Minimum ratio of a rank's page reads to those of others, to say that it alone is short."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +116,8 @@ _WAITS = (
     ),
     _Wait(
         DISK_WAIT,
-        "its memory is read from disk, and programs on {host} wait for disks in {share:.0%} of the"
-        " time",
+        "its memory or its files are read from disk, and programs on {host} wait for disks in"
+        " {share:.0%} of the time",
         "free memory on {host}, and look for programs that read or write much",
     ),
 )
@@ -102,6 +135,35 @@ _CROWDED = _Wait(
 )
 
 
+_FAULTS = (
+    (
+        LINK_RETRIES,
+        "an RDMA port of {host} sends {count:.3g} packets per step again",
+        "look at the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
+    ),
+    (
+        LINK_ERRORS,
+        "a port of {host} counts {count:.3g} faulty or dropped packets per step",
+        "look at the cable and the port of {host} (ip -s link, ethtool -S)",
+    ),
+    (
+        LINK_PAUSES,
+        "an RDMA port of {host} has data and may not send for {count:.3g} ticks per step: the "
+        "network behind it is full",
+        "look for other jobs on the network of {host}, and at its routes",
+    ),
+)
+"""Counter, text and remedy of each fault of a port."""
+
+_OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
+"""Counters that are those of the whole machine."""
+
+_CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
+"""Pairs of counters of which the second also counts the time of the first."""
+
+_LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
+
+
 def shares(m: Measured, counter: str) -> Floats:
     """Returns a counter of time as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -109,8 +171,8 @@ def shares(m: Measured, counter: str) -> Floats:
     return result
 
 
-def reason_of(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns what made a rank slow; ``None`` if no counter explains enough of the lost time.
+def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
+    """Returns what made a rank slow, the main reason first; empty if no counter explains enough.
 
     Args:
         m: Measured times of the run.
@@ -120,18 +182,124 @@ def reason_of(m: Measured, column: int, chosen: slice, factor: float) -> Reason 
     """
     elapsed_ns = float(np.nansum(m.machine[ELAPSED][chosen, column]))
     if not elapsed_ns or factor <= 1:
-        return None
+        return []
     busy_ns = float(np.nansum(m.action_ns[chosen, column].astype(np.float64)))
     lost = busy_ns / elapsed_ns * (1 - 1 / factor)
+    parts: list[tuple[float, _Wait]] = []
     for wait in _WAITS:
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
-        if mean >= COUNTS and mean - _usual(share, column, chosen) >= EXPLAINS * lost:
-            # Pressure on disks is that of all programs, of which this rank need not be one.
-            waits_for_disk = bool(np.nansum(m.machine[DISK_PAGES][chosen, column]))
-            if wait.counter != DISK_WAIT or waits_for_disk:
-                return _reason(m, wait, [column], chosen)
+        excess = mean - _usual(m, share, wait.counter, column, chosen)
+        # Pressure on disks is that of all programs, of which this rank need not be one.
+        is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
+        is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
+        if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
+            parts.append((excess, wait))
+    reasons = []
+    if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
+        # Stable: of those that explain enough alone, the first in the table comes first.
+        parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
+        reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
+    clock = _slow_clock(m, column, chosen, factor)
+    if clock is not None:
+        reasons.append(clock)
+    return reasons
+
+
+def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
+    """Returns why a rank reads data slowly; ``None`` if its disk does not explain it.
+
+    Args:
+        m: Measured times of the run.
+        column: Column of the rank.
+        chosen: Indices of the iterations in which it reads slowly.
+    """
+    elapsed_ns = m.machine[ELAPSED][chosen, column]
+    if not np.nansum(elapsed_ns):
+        return None
+    bytes_read = float(np.nanmean(m.machine[DISK_READ][chosen, column]))
+    reading = float(np.nansum(m.read_ns[chosen, column]) / np.nansum(elapsed_ns))
+    waiting = float(np.nanmean(shares(m, DISK_WAIT)[chosen, column]))
+    if not bytes_read or waiting < max(COUNTS, EXPLAINS * reading):
+        return None
+    host = m.headers[column].host
+    return Reason(
+        counter=DISK_WAIT,
+        text=f"it reads {bytes_read / 1e6:.3g} MB per step from a disk, and programs on {host} wait"
+        f" for disks in {waiting:.0%} of the time",
+        remedy=f"read from a faster disk of {host}, or copy the data to its memory (/dev/shm)",
+    )
+
+
+def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns what is wrong with the network of a link's machines; ``None`` if nothing shows.
+
+    Args:
+        m: Measured times of the run.
+        columns: Columns of the sender and of the receiver.
+        chosen: Indices of the affected iterations.
+    """
+    return (
+        lost_packets(m, columns, chosen)
+        or _port_counts(m, columns, chosen)
+        or _slow_port(m, columns, chosen)
+    )
+
+
+def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns how many TCP segments the ranks of a link lose; ``None`` if hardly any."""
+    worst, host = 0.0, ""
+    for column in columns:
+        sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
+        resent = float(np.nansum(m.machine[RESENT_SEGMENTS][chosen, column]))
+        if sent and resent >= LOSES_OFTEN * len(chosen) and resent / sent > worst:
+            worst, host = resent / sent, m.headers[column].host
+    if worst < LOSES:
+        return None
+    return Reason(
+        counter=RESENT_SEGMENTS,
+        text=f"{host} sends {worst:.1%} of its TCP segments again: packets are lost or come late",
+        remedy=f"look for a faulty cable or port and for full queues at {host} "
+        "(ip -s link, ethtool -S, tc -s qdisc)",
+    )
+
+
+def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns a reason if a port of the link counts far more faults than other machines."""
+    hosts = [header.host for header in m.headers]
+    for counter, text, remedy in _FAULTS:
+        means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
+        worst = max(columns, key=lambda column: float(means[column]))
+        others = [float(means[c]) for c, host in enumerate(hosts) if host != hosts[worst]]
+        usual = float(np.median(others)) if others else 0.0
+        if means[worst] >= max(LOSES_OFTEN, FAULT_TIMES * usual):
+            values = {"count": float(means[worst]), "host": hosts[worst]}
+            return Reason(
+                counter=counter, text=text.format(**values), remedy=remedy.format(**values)
+            )
     return None
+
+
+def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns a reason if a port of the link is slower than those of other machines."""
+    speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
+    known = [column for column in columns if np.isfinite(speeds[:, column]).any()]
+    if not known:
+        return None
+    worst = min(known, key=lambda column: float(np.nanmedian(speeds[:, column])))
+    host = m.headers[worst].host
+    others = [column for column, header in enumerate(m.headers) if header.host != host]
+    if not np.isfinite(speeds[:, others]).any():
+        return None
+    speed, usual = float(np.nanmedian(speeds[:, worst])), float(np.nanmedian(speeds[:, others]))
+    if speed > SLOWER_PORT * usual:
+        return None
+    return Reason(
+        counter=LINK_SPEED,
+        text=f"a port of {host} runs at {speed:,.0f} Mbit/s, those of other machines at "
+        f"{usual:,.0f} Mbit/s",
+        remedy=f"look at the cable and the port of {host} (ethtool, ibstat)",
+    )
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
@@ -164,12 +332,64 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
     return _reason(m, wait, columns, chosen)
 
 
-def _usual(share: Floats, column: int, chosen: slice) -> float:
+def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice) -> float:
     """Returns what a counter shows on other ranks or in other iterations, whichever is less."""
-    others = np.delete(share[chosen], column, axis=1)
+    compared = [other for other in range(len(m.headers)) if other != column]
+    if counter in _OF_MACHINE and _reads_most(m, column, chosen):
+        # All ranks of a machine have the same count, which is due to this rank.
+        compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
+    others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
     usual = [float(np.nanmedian(part)) for part in (others, before) if np.isfinite(part).any()]
     return min(usual, default=0.0)
+
+
+def _reads(m: Measured, column: int, chosen: slice) -> bool:
+    """Returns whether a rank reads pages or files from a disk."""
+    pages, size_bytes = (m.machine[name][chosen, column] for name in (DISK_PAGES, DISK_READ))
+    return bool(np.nansum(pages)) or bool(np.nansum(size_bytes))
+
+
+def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
+    """Returns whether a rank reads far more pages from a disk than others of its machine."""
+    pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
+    host = m.headers[column].host
+    others = [
+        float(pages[other])
+        for other, header in enumerate(m.headers)
+        if header.host == host and other != column
+    ]
+    return float(pages[column]) >= OWN_PAGES * max([0.25, *others])
+
+
+def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
+    """Returns a reason if the clock of a rank's processor explains enough of its slowness."""
+    clocks = np.where(m.machine[CLOCK] > 0, m.machine[CLOCK], np.nan)
+    if not np.isfinite(clocks[chosen, column]).any():
+        return None
+    clock = float(np.nanmedian(clocks[chosen, column]))
+    others = np.delete(clocks[chosen], column, axis=1)
+    before = np.delete(clocks[:, column], np.s_[chosen])
+    usual = max(
+        (float(np.nanmedian(part)) for part in (others, before) if np.isfinite(part).any()),
+        default=clock,
+    )
+    if clock > SLOWER_CLOCK * usual or usual / clock - 1 < EXPLAINS * (factor - 1):
+        return None
+    host = m.headers[column].host
+    limit, full = (float(np.nanmedian(m.machine[name][chosen, column])) for name in _LIMITS)
+    is_capped = 0 < limit < SLOWER_CLOCK * full
+    cap = f", where a limit of {limit / 1e6:.2f} GHz is set" if is_capped else ""
+    return Reason(
+        counter=CLOCK,
+        text=f"its processor on {host} has a clock of {clock / 1e6:.2f} GHz, not "
+        f"{usual / 1e6:.2f} GHz{cap}",
+        remedy=(
+            f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
+            if is_capped
+            else f"look at temperature, power limit and governor of {host}"
+        ),
+    )
 
 
 def _reason(m: Measured, wait: _Wait, columns: Sequence[int], chosen: slice) -> Reason:

@@ -66,6 +66,8 @@ class Measured:
         experts: For each rank, by iteration, the markers that contain the load of its experts.
         machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
             iterations without counters.
+        layer_rows: For each rank, by iteration, the times of its layers as in ``IterationStart``;
+            empty where they were not measured.
         collectives: Collectives of each process group and operation; empty if the trace has none.
     """
 
@@ -84,6 +86,7 @@ class Measured:
     clock_error_ns: float
     experts: tuple[Mapping[int, IterationStart], ...]
     machine: Mapping[str, Floats]
+    layer_rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     collectives: tuple[JoinedCollectives, ...] = ()
 
     @cached_property
@@ -242,6 +245,10 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         clock_error_ns=_clock_error(run),
         experts=tuple(run.ranks[rank].experts for rank in ranks),
         machine=_machine(run, chosen),
+        layer_rows=tuple(
+            tuple(run.ranks[rank].layers(iteration) for iteration in chosen.tolist())
+            for rank in ranks
+        ),
         collectives=tuple(join_collectives(run, chosen.tolist())),
     )
 

@@ -36,7 +36,8 @@ class BusyMachineCause(Cause):
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
         m = evidence.measured
-        named = {rank for finding in earlier if finding.reason for rank in finding.ranks}
+        explained = [f for f in earlier if f.cause == "slow rank" and f.reason is not None]
+        named = {rank for finding in explained for rank in finding.ranks}
         hosts: dict[str, list[int]] = {}
         for column, header in enumerate(m.headers):
             if header.rank not in named:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.machine_reasons import reading_reason
 from megatron.adaptive.trace.diagnose.samples import Measured, best_interval, chance, middle, noise
 from megatron.adaptive.trace.whatif.operations import FORWARD
 
@@ -33,7 +35,10 @@ class SlowData(Cause):
         return duration_s
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
-        return Remedy(("read ahead with more processes (--num-workers) or from a faster disk",))
+        advice = ["read ahead with more processes (--num-workers) or from a faster disk"]
+        if finding.reason:
+            advice.insert(0, finding.reason.remedy)
+        return Remedy(tuple(advice))
 
 
 READING_OF_STEP = 0.03
@@ -87,5 +92,5 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             counts={"reads": int(m.reads[chosen, column].sum())},
             detail=f"a read takes {level / 1e6:.3g} ms, all reads {share:.1%} of the step",
         )
-        findings.append(finding)
+        findings.append(replace(finding, reason=reading_reason(m, column, chosen)))
     return sorted(findings, key=lambda finding: -(finding.delay_ms or 0))

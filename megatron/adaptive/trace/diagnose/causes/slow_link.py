@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.machine_reasons import link_reason
 from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
@@ -48,9 +49,10 @@ class SlowLink(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
+        check = f"check the network of {hosts}, or leave one of them out"
         return Remedy(
             (
-                f"check the network of {hosts}, or leave one of them out",
+                finding.reason.remedy if finding.reason else check,
                 "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
                 f"or hinted, a larger --activation-cap): it hides the {finding.delay_ms:.3g} ms "
                 f"from rank {source} to rank {target}",
@@ -192,7 +194,7 @@ def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding:
     median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
-    return m.finding(
+    finding = m.finding(
         link.ends,
         chosen,
         against=against,
@@ -202,3 +204,5 @@ def _slow_link(
         detail=f"median {median_us:.4g} us, fastest tenth below {fast_us:.4g} us, "
         f"other links {median_us - excess / 1e3:.4g} us",
     )
+    rows = np.flatnonzero(np.isin(m.iterations, chosen))
+    return replace(finding, reason=link_reason(m, link.ends, rows))

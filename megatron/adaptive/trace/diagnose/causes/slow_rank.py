@@ -16,7 +16,7 @@ import numpy as np
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.machine_reasons import reason_of
+from megatron.adaptive.trace.diagnose.machine_reasons import reasons_of
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, noise
 
 
@@ -27,7 +27,12 @@ class SlowRankCause(Cause):
     order = 10
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        return find_slow_ranks(evidence.measured)
+        layers = [finding for finding in earlier if finding.cause == "slow layer"]
+        return [
+            finding
+            for finding in find_slow_ranks(evidence.measured)
+            if not any(_is_of_layer(evidence.measured, finding, layer) for layer in layers)
+        ]
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         steps.duration_s[steps.affected] /= finding.factor or 1.0
@@ -67,8 +72,21 @@ OWN_CHANGE = 0.5
 The rest may be due to the ranks with which it is compared.
 """
 
+OF_LAYER = 0.5
+"""Minimum fraction of a rank's lost time that a slow layer must take, to be its cause."""
+
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
+
+
+def _is_of_layer(m: Measured, finding: Finding, layer: Finding) -> bool:
+    """Returns whether a slow layer explains why a rank is slow."""
+    if finding.ranks != layer.ranks:
+        return False
+    lost_ns = float(m.microbatch_ns[m.column[finding.ranks[0]]]) * (
+        1 - 1 / max(1.0, finding.factor or 1.0)
+    )
+    return (layer.delay_ms or 0.0) * 1e6 >= OF_LAYER * lost_ns
 
 
 def find_slow_ranks(m: Measured) -> list[Finding]:
@@ -146,4 +164,7 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
         counts={"actions": int(np.isfinite(m.action_ns[chosen, column]).sum())},
         detail=f"{detail} the expected time",
     )
-    return replace(finding, reason=reason_of(m, column, chosen, math.exp(shift.size)))
+    reasons = reasons_of(m, column, chosen, math.exp(shift.size))
+    if not reasons:
+        return finding
+    return replace(finding, reason=reasons[0], more_reasons=tuple(reasons[1:]))

@@ -26,9 +26,10 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # If a rank is slow, the stages may be uneven only because of that rank.
+        # If a rank or a layer is slow, the stages may be uneven only because of it.
         is_slow = any(
-            finding.cause == "slow rank" and finding.period.kind in ("lasting", "begun")
+            finding.cause in ("slow rank", "slow layer")
+            and finding.period.kind in ("lasting", "begun")
             for finding in earlier
         )
         if is_slow or evidence.times is None:

@@ -1,0 +1,380 @@
+"""Orders and deals microbatches of unequal content by their predicted cost.
+
+::
+
+    content of each microbatch ──> cost on each stage ──┬──> order within a replica's step
+     (elements of its entries)        ^                 └──> replica that trains it (``share``)
+                                      │
+          counted work of the sample's recordings, or measured times of the steps so far
+
+All ranks decide alike from the same numbers. Before each step they compare what they decided from,
+because two ranks that decide differently would lose microbatches, or train them twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.batch import Microbatch, Signature
+from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.schedule.content_costs import ContentCosts, Numbers, products_of, squares_of
+from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import order_by_cost
+
+MicrobatchOrder = Literal["given", "work", "time"]
+"""Order in which a replica runs its microbatches."""
+Dealing = Literal["turns", "work", "time"]
+"""Way to distribute the microbatches of a list over replicas."""
+
+_REFIT_STEPS = 8
+"""Number of steps at the start after each of which costs are fitted; later, steps between fits."""
+_DIGEST_BYTES = 6
+"""Size of a digest, which a floating-point number of 64 bits must hold exactly."""
+
+
+class DealtList(list[Microbatch]):
+    """Contains the microbatches that one replica trains.
+
+    Args:
+        batch: All microbatches of the step.
+        numbers: Indices in ``batch`` of this replica's microbatches, ascending.
+        digest: Number that is equal on ranks that dealt alike.
+
+    Attributes:
+        numbers: Indices in the whole batch of this replica's microbatches, ascending.
+        digest: Number that is equal on ranks that dealt alike.
+    """
+
+    def __init__(
+        self, batch: Sequence[Microbatch], numbers: Sequence[int], digest: int = 0
+    ) -> None:
+        super().__init__(batch[number] for number in numbers)
+        self.numbers = tuple(numbers)
+        self.digest = digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Contains the facts about a step that ranks compare before it.
+
+    Attributes:
+        step: Number of the training step, -1 in an evaluation.
+        refused: Whether this rank refuses its batch.
+        is_listed: Whether the batch is a list of microbatches.
+        has_items: Whether the numbers of items of the microbatches are known.
+        content: Digest of the replica's microbatches.
+        dealt: Digest of the whole batch and its distribution over replicas, 0 without dealing.
+    """
+
+    step: int
+    refused: bool = False
+    is_listed: bool = False
+    has_items: bool = False
+    content: int = 0
+    dealt: int = 0
+
+    def encoded(self) -> list[float]:
+        """Returns the fields as numbers."""
+        return [float(value) for value in vars(self).values()]
+
+
+class Content:
+    """Describes microbatches by numbers.
+
+    The numbers are the elements of each entry, for entries of whole numbers also the elements times
+    the length of the last axis (such as the pairs of tokens), and 1.
+
+    Args:
+        signatures: Signatures of the sample batch's microbatches.
+    """
+
+    def __init__(self, signatures: Iterable[Signature]) -> None:
+        dtypes = {name: dtype for part in signatures for name, _, dtype in part.entries}
+        self._names = sorted(dtypes)
+        self._paired = [
+            name
+            for name in self._names
+            if not (dtypes[name].is_floating_point or dtypes[name].is_complex)
+        ]
+
+    @property
+    def labels(self) -> list[str]:
+        """Returns a name for each number."""
+        return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
+
+    def numbers(self, microbatch: Microbatch) -> Numbers:
+        """Returns the numbers of a microbatch; those of entries that it lacks are 0."""
+        return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
+
+    def numbers_of(self, signature: Signature) -> Numbers:
+        """Returns the numbers of the microbatches with this signature."""
+        return self._of_shapes({name: shape for name, shape, _ in signature.entries})
+
+    def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
+        counts = {name: float(shape.numel()) for name, shape in shapes.items()}
+        pairs = (
+            counts[name] * shapes[name][-1] if name in counts and shapes[name] else 0.0
+            for name in self._paired
+        )
+        return (*(counts.get(name, 0.0) for name in self._names), *pairs, 1.0)
+
+
+def digest_of(parts: Iterable[object]) -> int:
+    """Returns a number that differs for other contents; never 0.
+
+    Args:
+        parts: Microbatches, whose shapes, element types and whole numbers count, or other objects,
+            whose ``repr`` counts. Values on a GPU do not count, because reading them takes time.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        if not isinstance(part, Mapping):
+            digest.update(repr(part).encode())
+            continue
+        for name in sorted(part):
+            tensor = part[name]
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            if tensor.device.type == "cpu" and not tensor.dtype.is_floating_point:
+                digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+class ContentBalance:
+    """Decides by predicted cost in which order, and on which replica, microbatches run.
+
+    Collective over all ranks, if an order or dealing by cost is chosen.
+
+    Args:
+        order: Order in which a replica runs its microbatches.
+        dealing: Way to distribute microbatches over replicas.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        placement: Assignment of stages to ranks.
+        sample_work: Counted work of each stage for each signature of the sample batch.
+        group: Number by which each replica's number of microbatches must be divisible.
+        least: Minimum number of microbatches per replica.
+
+    Attributes:
+        is_on: Whether an order or dealing by cost is chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        order: MicrobatchOrder,
+        dealing: Dealing,
+        mesh: Mesh,
+        placement: Placement,
+        sample_work: Mapping[Signature, Sequence[float]],
+        group: int = 1,
+        least: int = 1,
+    ) -> None:
+        self._order = order
+        self._dealing = dealing
+        self._mesh = mesh
+        self._placement = placement
+        self._group = group
+        self._least = least
+        self.is_on = order != "given" or dealing != "turns"
+        self._is_timed = "time" in (order, dealing)
+        self._content = Content(sample_work)
+        count = len(self._content.labels)
+        self._work = self._fitted(sample_work)
+        self._times = ContentCosts(placement, count)
+        self._steps = self._fits = 0
+        self._rows: list[Numbers] = []
+        # Sums of the last training step, which are sent before the next one.
+        self._sums: list[float] = []
+        self._positions: list[tuple[int, int]] = []
+        if self.is_on:
+            self._positions = mesh.gather((mesh.dp_rank, mesh.pp_rank))
+
+    def _fitted(self, sample_work: Mapping[Signature, Sequence[float]]) -> ContentCosts:
+        """Returns costs that are fitted to the counted work of the sample's recordings."""
+        rows = [self._content.numbers_of(signature) for signature in sample_work]
+        costs = ContentCosts(self._placement, len(rows[0]))
+        for stage, fit in enumerate(costs.stages):
+            of_stage = [work[stage] for work in sample_work.values()]
+            fit.add(squares_of(rows), products_of(rows, of_stage))
+        costs.fit()
+        return costs
+
+    @property
+    def seconds(self) -> list[dict[str, float]]:
+        """Returns the fitted time of one unit of each number, by its name, for each stage.
+
+        Empty before the first fit.
+        """
+        labels = self._content.labels
+        if not self._fits:
+            return []
+        return [dict(zip(labels, fit.factors, strict=True)) for fit in self._times.stages]
+
+    def _costs(self, rule: str) -> ContentCosts:
+        """Returns the costs in use under a rule; before the first fit these are counted work."""
+        return self._times if rule == "time" and self._fits else self._work
+
+    def order_of(self, microbatches: Sequence[Microbatch], work: Sequence[float]) -> list[int]:
+        """Returns the indices of a replica's microbatches in the order to run them.
+
+        Args:
+            microbatches: Microbatches of the replica.
+            work: Counted work of each, over all stages.
+        """
+        if self._order == "given":
+            return list(range(len(microbatches)))
+        if self._order == "time" and self._fits:
+            work = [self._times.cost(self._content.numbers(part)) for part in microbatches]
+        return order_by_cost(work, self._mesh.pipeline_size)
+
+    def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
+        """Returns this replica's microbatches of a whole batch, ``None`` without dealing by cost.
+
+        Raises:
+            ConfigError: If the batch has too few microbatches, or their number does not divide.
+        """
+        replicas = self._mesh.dp_size
+        if self._dealing == "turns" or replicas == 1:
+            return None
+        if not all(isinstance(part, Mapping) for part in batch):
+            raise ConfigError(
+                f"share() was given a list of other things than microbatches, and dealing is"
+                f" {self._dealing!r}: take [values[n] for n in numbers], with the numbers of the"
+                " list that share() returned for the microbatches"
+            )
+        if len(batch) % self._group or len(batch) < self._least * replicas:
+            raise ConfigError(
+                f"a batch of {len(batch)} microbatches was given to {replicas} replicas: give at"
+                f" least {self._least * replicas}"
+                + (f", and a multiple of {self._group}" if self._group > 1 else "")
+            )
+        costs = self._costs(self._dealing)
+        each = [costs.cost(self._content.numbers(part)) for part in batch]
+        dealt = deal([each] * replicas, group=self._group, least=self._least)
+        return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
+
+    def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
+        """Returns the index of each microbatch of this replica in the whole step.
+
+        Args:
+            batch: Batch of the replica, as the user passed it.
+            count: Number of its microbatches.
+            is_listed: Whether the batch is a list of microbatches.
+
+        Raises:
+            ConfigError: If microbatches are dealt by cost, and the list is not one of
+                :meth:`share`.
+        """
+        mesh = self._mesh
+        if not is_listed:
+            return range(mesh.dp_rank * count, (mesh.dp_rank + 1) * count)
+        if self._dealing == "turns" or mesh.dp_size == 1:
+            return range(mesh.dp_rank, mesh.dp_rank + count * mesh.dp_size, mesh.dp_size)
+        if not isinstance(batch, DealtList) or len(batch.numbers) != count:
+            raise ConfigError(
+                f"dealing is {self._dealing!r}, and the list was not made by share(), or was"
+                " changed since: pass the list that share() returned"
+            )
+        return batch.numbers
+
+    def agree(self, declared: Declared, error: Exception | None = None) -> None:
+        """Compares the facts of all ranks before a step, and exchanges times. Collective.
+
+        Args:
+            declared: Facts about the step on this rank.
+            error: Error with which this rank refuses its batch.
+
+        Raises:
+            ConfigError: If a rank refuses its batch, or ranks disagree. The same on all ranks, but
+                a rank that refuses raises its own error.
+        """
+        sums = self._sums or [0.0] * self._times.num_sums
+        self._sums = []
+        message = torch.tensor([*declared.encoded(), *sums], dtype=torch.float64)
+        gathered = [message.clone() for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, message, group=self._mesh.control_group)
+        rows = [of_rank.tolist() for of_rank in gathered]
+        fields = list(vars(declared))
+        answers = [dict(zip(fields, row, strict=False)) for row in rows]
+        if any(answer["refused"] for answer in answers):
+            self._refuse(error)
+        self._require_equal(answers)
+        if self._is_timed:
+            self._add_times([row[len(fields) :] for row in rows])
+
+    def _refuse(self, error: Exception | None) -> None:
+        """Raises this rank's error, or one that names another rank that refused. Collective."""
+        texts = self._mesh.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        raise ConfigError(f"rank {rank} refuses its batch: {text}")
+
+    def _require_equal(self, answers: Sequence[Mapping[str, float]]) -> None:
+        """Checks that ranks know the same.
+
+        Raises:
+            ConfigError: If they do not.
+        """
+        texts = {
+            "step": "are in different steps: call step() and eval() equally often on all processes",
+            "is_listed": "have different kinds of batches: pass a list of microbatches on all"
+            " processes, or a dictionary on all",
+            "has_items": "disagree on num_items: give it on all processes, or on none",
+            "dealt": "dealt different batches, or dealt before different steps: pass the same whole"
+            " batch to share() on all processes, as often",
+            "content": "of one replica have different microbatches: pass the same list on all"
+            " processes of a replica",
+        }
+        for field, text in texts.items():
+            first_of: dict[int, int] = {}
+            for rank, answer in enumerate(answers):
+                replica = self._positions[rank][0] if field == "content" else 0
+                first = first_of.setdefault(replica, rank)
+                if answer[field] != answers[first][field]:
+                    raise ConfigError(f"ranks {first} and {rank} {text}")
+
+    def begin(self, rows: Sequence[Microbatch]) -> None:
+        """Notes the microbatches of a training step, in the order in which they run."""
+        if self._is_timed:
+            self._rows = [self._content.numbers(part) for part in rows]
+
+    def end(self, times: RankTimes) -> None:
+        """Notes this rank's times of the training step that was begun last."""
+        self._steps += 1
+        # The first step warms up, so its times are too long.
+        if not self._is_timed or self._steps == 1:
+            return
+        self._sums = self._times.measured(self._rows, times.actions)
+
+    def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
+        """Adds the sums of all ranks to the fits, and fits if it is due."""
+        if not any(map(any, sums)):
+            return
+        self._times.add(dict(zip(self._positions, sums, strict=True)))
+        added = self._steps - 1
+        if added <= _REFIT_STEPS or added % _REFIT_STEPS == 0:
+            self._times.fit()
+            self._fits += 1
+
+
+def check_rules(order: str, dealing: str) -> None:
+    """Checks the settings ``order`` and ``dealing``.
+
+    Raises:
+        ConfigError: If one has no such value.
+    """
+    for name, value, values in (
+        ("order", order, get_args(MicrobatchOrder)),
+        ("dealing", dealing, get_args(Dealing)),
+    ):
+        if value not in values:
+            raise ConfigError(f"{name} {value!r}: choose one of {', '.join(values)}")

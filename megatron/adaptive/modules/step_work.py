@@ -1,0 +1,266 @@
+"""Makes the work of a step from a batch: its microbatches with programs, weights and order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron.adaptive.config.schedule_specs import schedule_spec
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.assembly import Assembly, PipelineSettings
+from megatron.adaptive.modules.batch import (
+    Batch,
+    BatchShape,
+    Microbatch,
+    MicrobatchList,
+    check_num_items,
+    is_list,
+    microbatch_list,
+    samples_in,
+    stretched,
+)
+from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of
+from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.modules.program import RankPrograms
+from megatron.adaptive.schedule.stage_placement import Placement
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Contains the microbatches of a step, in the order in which they run.
+
+    Attributes:
+        microbatches: Tensors of each microbatch, by name.
+        programs: Programs of this rank's stages for each microbatch.
+        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
+        is_listed: Whether the user passed a list of microbatches.
+        numbers: Index of each microbatch in the whole step, over all replicas.
+        order: Index of each microbatch in the batch that the user passed.
+    """
+
+    microbatches: list[Microbatch]
+    programs: list[RankPrograms]
+    weights: list[float] | None
+    is_listed: bool
+    numbers: Sequence[int]
+    order: Sequence[int]
+
+    def reordered(self, order: Sequence[int]) -> StepWork:
+        """Returns the work with its microbatches in another order, given by their indices."""
+        return StepWork(
+            microbatches=[self.microbatches[index] for index in order],
+            programs=[self.programs[index] for index in order],
+            weights=None if self.weights is None else [self.weights[index] for index in order],
+            is_listed=self.is_listed,
+            numbers=[self.numbers[index] for index in order],
+            order=[self.order[index] for index in order],
+        )
+
+    def as_passed(self, values: Sequence[T]) -> list[T]:
+        """Returns one value per microbatch in the order of the batch that the user passed.
+
+        Args:
+            values: Value of each microbatch, in the order in which they run; or nothing.
+        """
+        pairs = sorted(zip(self.order, values, strict=False), key=lambda pair: pair[0])
+        return [value for _, value in pairs]
+
+    @property
+    def passed_weights(self) -> list[float] | None:
+        """Returns the weights of the losses, in the order of the batch that the user passed."""
+        return None if self.weights is None else self.as_passed(self.weights)
+
+    @property
+    def sizes(self) -> list[float] | None:
+        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
+        sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
+        return None if len(set(sizes)) == 1 else sizes
+
+
+class BatchForm:
+    """Describes which batches a pipeline accepts, from its sample batch.
+
+    Args:
+        sample: Sample batch, a dictionary of tensors or a list of microbatches.
+        micro_batch_size: Number of samples per microbatch of a dictionary.
+
+    Attributes:
+        examples: Microbatches with which to record the model.
+
+    Raises:
+        ConfigError: If the sample batch is invalid.
+    """
+
+    def __init__(self, sample: Batch, micro_batch_size: int) -> None:
+        self._shape: BatchShape | None = None
+        if is_list(sample):
+            self.examples = microbatch_list(sample, "sample_batch")
+        else:
+            assert not isinstance(sample, Sequence)
+            sample = stretched(sample, micro_batch_size)
+            self._shape = BatchShape(sample, micro_batch_size)
+            self.examples = self._shape.examples(sample)
+        self._lists = MicrobatchList(self.examples)
+
+    def divide(self, batch: Batch) -> list[Microbatch]:
+        """Checks a batch and returns its microbatches.
+
+        Raises:
+            ConfigError: If the batch is not of the form that ``Pipeline.step`` describes.
+        """
+        if is_list(batch):
+            return self._lists.microbatches(batch)
+        if self._shape is None:
+            raise ConfigError(
+                f"batch is a {type(batch).__name__}, and the sample_batch is a list of "
+                "microbatches: give a list of microbatches"
+            )
+        return self._shape.microbatches(batch)
+
+
+class StepMaker:
+    """Divides whole batches among replicas, and makes the work of each step.
+
+    Args:
+        request: Settings of the pipeline.
+        form: Form of the batches.
+        assembly: This rank's part of the model.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        placement: Assignment of stages to ranks.
+
+    Attributes:
+        balance: Object that orders and deals microbatches by cost.
+    """
+
+    def __init__(
+        self,
+        request: PipelineSettings,
+        form: BatchForm,
+        assembly: Assembly,
+        mesh: Mesh,
+        placement: Placement,
+    ) -> None:
+        spec = schedule_spec(request.schedule)
+        is_grouped = spec.groups_microbatches and placement.num_chunks > 1
+        group = mesh.pipeline_size if is_grouped else 1
+        self._micro_batch_size = request.micro_batch_size or 1
+        self._form = form
+        self._recordings = assembly.recordings
+        self._mesh = mesh
+        self.balance = ContentBalance(
+            order=request.order,
+            dealing=request.dealing,
+            mesh=mesh,
+            placement=placement,
+            sample_work=assembly.sample_work,
+            group=group,
+            least=max(group, spec.microbatches_per_rank * mesh.pipeline_size),
+        )
+
+    def share(self, batch: Any) -> Any:
+        """Returns this replica's part of a whole batch, as ``Pipeline.share`` describes.
+
+        Raises:
+            ConfigError: If the batch cannot be divided among the replicas.
+        """
+        replicas = self._mesh.dp_size
+        replica = self._mesh.dp_rank
+        if is_list(batch):
+            if len(batch) < replicas:
+                raise ConfigError(
+                    f"a batch of {len(batch)} microbatches was given to {replicas} replicas: "
+                    "give at least one to each"
+                )
+            dealt = self.balance.share(batch)
+            return list(batch[replica::replicas]) if dealt is None else dealt
+        count = samples_in(batch, "batch")
+        if count % replicas:
+            raise ConfigError(
+                f"a batch of {count} samples does not divide among {replicas} replicas: give "
+                f"a multiple of {replicas * self._micro_batch_size}"
+            )
+        part = count // replicas
+        return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
+
+    def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
+        """Checks a batch and returns the work of a step. Collective.
+
+        Args:
+            batch: Batch of this replica, as the user passed it.
+            num_items: Number of items in each microbatch, ``None`` for the mean over microbatches.
+            step: Number of the training step, -1 in an evaluation.
+
+        Raises:
+            ConfigError: If the batch is invalid, or ranks disagree on the step.
+        """
+        balance = self.balance
+        try:
+            microbatches = self._form.divide(batch)
+            items = check_num_items(num_items, len(microbatches))
+            is_listed = is_list(batch)
+            numbers = balance.numbers_of(batch, len(microbatches), is_listed=is_listed)
+            programs = [self._recordings.of(part, step) for part in microbatches]
+        except Exception as error:
+            # Without this, the other ranks would wait for this one until their time limit.
+            if balance.is_on:
+                balance.agree(Declared(step=step, refused=True), error)
+            raise
+        if balance.is_on:
+            balance.agree(
+                Declared(
+                    step=step,
+                    is_listed=is_listed,
+                    has_items=items is not None,
+                    content=digest_of(microbatches),
+                    dealt=batch.digest if isinstance(batch, DealtList) else 0,
+                )
+            )
+        work = StepWork(
+            microbatches=microbatches,
+            programs=programs,
+            weights=self._weights(items, len(microbatches), is_listed=is_listed),
+            is_listed=is_listed,
+            numbers=numbers,
+            order=range(len(microbatches)),
+        )
+        if step < 0:
+            return work
+        return work.reordered(balance.order_of(microbatches, [each.work for each in programs]))
+
+    def _weights(
+        self, items: Sequence[float] | None, count: int, *, is_listed: bool
+    ) -> list[float] | None:
+        """Returns the weight of each microbatch's loss. Collective over this rank's ``dp_group``.
+
+        Args:
+            items: Number of items in each microbatch, ``None`` for the mean over microbatches.
+            count: Number of microbatches.
+            is_listed: Whether the batch is a list of microbatches.
+
+        Raises:
+            ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
+                of batch or on whether they have items.
+        """
+        replicas = self._mesh.dp_size
+        numbers = items or [1.0] * count
+        rows = self._mesh.over_replicas([is_listed, items is not None, sum(numbers)])
+        for replica, (other_is_listed, other_has_items, _) in enumerate(rows):
+            if other_is_listed != rows[0][0]:
+                raise ConfigError(
+                    f"replicas 0 and {replica} have different kinds of batches: pass a list of "
+                    "microbatches on all replicas, or a dictionary on all"
+                )
+            if other_has_items != rows[0][1]:
+                raise ConfigError(
+                    f"replicas 0 and {replica} disagree on num_items: give it on all replicas, or "
+                    "on none"
+                )
+        if items is None and (not is_listed or replicas == 1):
+            return None
+        total = sum(of_replica for _, _, of_replica in rows)
+        if not total:
+            raise ConfigError("num_items is 0 for all microbatches: there is no loss to average")
+        return [replicas * number / total for number in numbers]

@@ -1,0 +1,95 @@
+"""Asks the trainer's own rules which plans of a model it accepts, and whether it cuts sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.model_description import Model
+from megatron.adaptive.planner.model_file import ANY_RUN
+from megatron.adaptive.planner.plan import FP8_FLAGS
+from megatron.adaptive.planner.search_options import SearchOptions
+from megatron.adaptive.schedule.catalog import is_rule
+
+_NUMBERS = (1, 2, 4, 8, 16)
+"""Numbers of slices to try if the user names none."""
+_USUAL_TOKENS = 1024
+"""Smallest mean number of tokens in a slice if the user names no number. Estimated layers do not
+contain that kernels for few tokens keep a GPU less busy."""
+
+
+def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
+    """Returns why the trainer refuses a model with flags of a plan, or an empty text.
+
+    A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
+
+    Args:
+        model: Model to train.
+        flags: Flags of the plan.
+        world_size: Number of processes of the plan, ``None`` for one.
+    """
+    arguments = [
+        argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
+    ]
+    if not arguments:
+        return ""
+    if "--transformer-impl" not in arguments:
+        is_engine = model.attention == "fused"
+        arguments += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
+    try:
+        parse(
+            [*ANY_RUN, *arguments, *flags],
+            world_size=world_size or 1,
+            last_wins=True,
+            installed=Installed(transformer_engine=True),
+        )
+    except ConfigError as error:
+        return str(error).removeprefix("--plan the plan: ")
+    return ""
+
+
+def slices_refusal(model: Model) -> str:
+    """Returns why the sequences of a model cannot be cut into slices, or an empty text."""
+    if refusal := trainer_refusal(model, ["--sequence-slices", "2"], 1):
+        return refusal
+    if model.most_slices() < 2 or (model.has_experts and not model.arguments):
+        return (
+            "slices need causal attention in the trainer's own layers, without multi-token"
+            f" prediction and balancing losses, and at least {2 * LEAST_TOKENS} tokens"
+        )
+    return ""
+
+
+def usual_slices(model: Model) -> tuple[int, ...]:
+    """Returns the numbers of slices to try for a model if the user names none."""
+    most = model.sequence // _USUAL_TOKENS
+    if most < 2 or slices_refusal(model):
+        return (1,)
+    return tuple(number for number in _NUMBERS if number <= most)
+
+
+def check_slices(options: SearchOptions, model: Model) -> None:
+    """Checks the numbers of slices that the search may choose.
+
+    Raises:
+        ConfigError: The model's sequences cannot be cut so, or no schedule orders slices.
+    """
+    numbers = ",".join(map(str, options.slices))
+    most = max(options.slices)
+    if most == 1:
+        return
+    if refusal := slices_refusal(model):
+        raise ConfigError(f"--sequence-slices {numbers}: {model.name} has none: {refusal}")
+    if most > model.most_slices():
+        raise ConfigError(
+            f"--sequence-slices {most}: {model.name} has sequences of {model.sequence} tokens, and"
+            f" a slice has at least {LEAST_TOKENS}: give {model.most_slices()} or fewer"
+        )
+    if 1 not in options.slices and not any(is_rule(name) for name in options.schedules):
+        raise ConfigError(
+            f"--sequence-slices {numbers}: only run-time rules order slices: add adaptive to"
+            " --schedules"
+        )

@@ -1,0 +1,170 @@
+"""Predicts how long each stage works on a microbatch, from numbers that describe its content.
+
+The numbers are for example the elements of each batch entry (see ``modules/content.py``). The time
+of a microbatch on a stage is a sum of such numbers, each times a factor that is not negative::
+
+    stage 0 (images)   seconds = 3e-9 x patches
+    stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
+
+The factors of each stage are fitted by least squares. Ranks exchange sums, not single times, so an
+exchange has the same size for any number of microbatches. All ranks compute the factors from the
+same sums, with Python floats in a fixed order of operations. So they get the same factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.stage_placement import Placement
+
+_REMEMBERED = 0.9
+"""Factor by which each new step reduces the weight of older steps."""
+_SWEEPS = 60
+"""Number of times that a fit adjusts all factors, one after the other."""
+
+Numbers = tuple[float, ...]
+"""Numbers that describe the content of a microbatch, none of them negative."""
+
+
+def squares_of(rows: Sequence[Numbers]) -> list[float]:
+    """Returns the sums of all products of two numbers of the same microbatch.
+
+    Args:
+        rows: Numbers of each microbatch, at least one microbatch.
+
+    Returns:
+        The upper triangle of a symmetric matrix, row by row.
+    """
+    count = len(rows[0])
+    return [
+        sum(row[first] * row[second] for row in rows)
+        for first in range(count)
+        for second in range(first, count)
+    ]
+
+
+def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
+    """Returns the sum over microbatches of each number times the cost of the microbatch."""
+    return [
+        sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
+        for index in range(len(rows[0]))
+    ]
+
+
+class StageFit:
+    """Fits the cost of microbatches on one stage to their content.
+
+    Args:
+        count: Number of numbers that describe the content of a microbatch.
+
+    Attributes:
+        factors: Cost of one unit of each number.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.factors = [0.0] * count
+        self._squares = [0.0] * (count * (count + 1) // 2)
+        self._products = [0.0] * count
+
+    def cost(self, numbers: Numbers) -> float:
+        """Returns the predicted cost of a microbatch."""
+        return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
+
+    def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
+        """Adds the sums of a step; see :func:`squares_of` and :func:`products_of`."""
+        self._squares = [
+            _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
+        ]
+        self._products = [
+            _REMEMBERED * old + new for old, new in zip(self._products, products, strict=True)
+        ]
+
+    def fit(self) -> None:
+        """Sets the factors to values that fit the sums best.
+
+        Each factor in turn gets its best value that is not negative, with the others fixed. If
+        numbers always grow together, such as those of ``input_ids`` and ``labels``, the first of
+        them gets the whole cost.
+        """
+        count = len(self.factors)
+        matrix = [[0.0] * count for _ in range(count)]
+        sums = iter(self._squares)
+        for first in range(count):
+            for second in range(first, count):
+                matrix[first][second] = matrix[second][first] = next(sums)
+        # Numbers differ by many orders of magnitude, so all are scaled to a mean square of 1.
+        scales = [math.sqrt(matrix[index][index]) for index in range(count)]
+        used = [index for index in range(count) if scales[index] > 0]
+        rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
+        target = [self._products[index] / scales[index] for index in used]
+        solution = [0.0] * len(used)
+        for _ in range(_SWEEPS):
+            for index, row in enumerate(rows):
+                predicted = sum(a * b for a, b in zip(row, solution, strict=True))
+                solution[index] = max(0.0, solution[index] + target[index] - predicted)
+        self.factors = [0.0] * count
+        for index, value in zip(used, solution, strict=True):
+            self.factors[index] = value / scales[index]
+
+
+class ContentCosts:
+    """Predicts the costs of microbatches on all stages of a pipeline.
+
+    Args:
+        placement: Assignment of stages to ranks.
+        count: Number of numbers that describe the content of a microbatch.
+
+    Attributes:
+        stages: Fit of each stage.
+        num_sums: Number of sums that a rank measures in a step.
+    """
+
+    def __init__(self, placement: Placement, count: int) -> None:
+        self._placement = placement
+        self._count = count
+        self._num_squares = count * (count + 1) // 2
+        self.num_sums = self._num_squares + placement.num_chunks * count
+        self.stages = [StageFit(count) for _ in range(placement.num_stages)]
+
+    def cost(self, numbers: Numbers) -> float:
+        """Returns the predicted cost of a microbatch on all stages together."""
+        return sum(stage.cost(numbers) for stage in self.stages)
+
+    def measured(
+        self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
+    ) -> list[float]:
+        """Returns a rank's sums of a step, which :meth:`add` takes.
+
+        Args:
+            rows: Numbers of each microbatch of the rank, in the order in which they ran.
+            actions: Actions of the rank, each with its duration in nanoseconds.
+        """
+        seconds = [[0.0] * len(rows) for _ in range(self._placement.num_chunks)]
+        for action, nanoseconds in actions:
+            seconds[action.chunk][action.microbatch] += nanoseconds / 1e9
+        sums = squares_of(rows)
+        for of_chunk in seconds:
+            sums += products_of(rows, of_chunk)
+        return sums
+
+    def add(self, sums_at: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        """Adds the sums of a step.
+
+        Args:
+            sums_at: Sums of each rank, by replica and position in the pipeline.
+        """
+        replicas = sorted({replica for replica, _ in sums_at})
+        for stage, fit in enumerate(self.stages):
+            rank, chunk = self._placement.locate(stage)
+            start = self._num_squares + chunk * self._count
+            parts = [sums_at[replica, rank] for replica in replicas]
+            squares = zip(*(part[: self._num_squares] for part in parts), strict=True)
+            products = zip(*(part[start : start + self._count] for part in parts), strict=True)
+            fit.add(list(map(sum, squares)), list(map(sum, products)))
+
+    def fit(self) -> None:
+        """Sets the factors of all stages to values that fit their sums best."""
+        for stage in self.stages:
+            stage.fit()

@@ -1,0 +1,147 @@
+"""Finds links on which packets are lost: some messages come late, because parts are sent again.
+
+Most messages of such a link are as fast as others, so that a comparison of links finds nothing. The
+late ones come in iterations in which the machine sent TCP segments again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding, Reason
+from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets
+from megatron.adaptive.trace.diagnose.samples import Measured, chance, middle
+from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
+from megatron.adaptive.trace.span_columns import Ints
+
+LATE_TIMES = 3.0
+"""Minimum ratio of a late message's time to the link's median time."""
+
+LATE_OF_AN_ACTION = 0.25
+"""Minimum lateness of a message, as a fraction of the median duration of an action."""
+
+LATE_FEWEST = 3
+"""Minimum number of late messages to report a link."""
+
+LATE_OF_STEP = 0.03
+"""Minimum total lateness of a link's messages in a step, as a fraction of the step."""
+
+LATE_TOGETHER = 0.8
+"""Minimum fraction of the lateness in iterations in which segments were sent again."""
+
+LINK_FEWEST = 20
+"""Minimum number of messages needed to judge a link."""
+
+
+class LossyLink(Cause):
+    """Describes a link of which some messages are late, because their packets were lost."""
+
+    name = "lossy link"
+    order = 25
+    is_rare = True
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        explained = {
+            frozenset(finding.ranks)
+            for finding in earlier
+            if finding.cause == "slow link" and finding.reason is not None
+        }
+        if explained:
+            return []  # the same packets, which a machine counts for all of its links
+        return find_lossy_links(evidence.measured)
+
+    def describe(self, finding: Finding) -> str:
+        source, target = finding.ranks
+        hosts = " to ".join(dict.fromkeys(finding.hosts))
+        return (
+            f"rank {source} to rank {target} ({hosts}) some messages are {finding.delay_ms:.3g} ms"
+            " late"
+        )
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        ops, duration_s = steps.operations, steps.duration_s
+        source, target = steps.workers
+        rows = np.flatnonzero((ops.source == source) & (ops.worker == target))
+        usual = float(np.median(duration_s[rows])) if len(rows) else 0.0
+        duration_s[rows[duration_s[rows] > LATE_TIMES * usual]] = usual
+        return duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        return Remedy((finding.reason.remedy,) if finding.reason else ())
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """Holds the late messages from one rank to another.
+
+    Attributes:
+        ends: Columns of the sender and of the receiver.
+        count: Number of all messages.
+        late_ns: ``[late messages]``, time in ns beyond the link's median.
+        rows: ``[late messages]``, index of the iteration of each.
+        reason: Fraction of lost packets on the machines of the link.
+    """
+
+    ends: tuple[int, int]
+    count: int
+    late_ns: Floats64
+    rows: Ints
+    reason: Reason
+
+
+def find_lossy_links(m: Measured) -> list[Finding]:
+    """Returns a finding about the link whose late messages cost most; none if no packet is lost."""
+    links = _lossy_links(m)
+    worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
+    if worst is None:
+        return []
+    affected = np.unique(worst.rows)
+    finding = m.finding(
+        worst.ends,
+        m.iterations[affected],
+        kind="spikes",
+        against="history",
+        confidence=chance(math.sqrt(len(worst.late_ns))),
+        delay_ms=float(np.median(worst.late_ns)) / 1e6,
+        counts={"late messages": len(worst.late_ns)},
+        detail=f"{len(worst.late_ns) / worst.count:.1%} of its messages",
+    )
+    return [replace(finding, reason=worst.reason)]
+
+
+def _lossy_links(m: Measured) -> list[_Link]:
+    messages = m.messages
+    if not len(messages):
+        return []
+    action_ns = float(middle(m.median_ns))
+    resent = np.nan_to_num(m.machine[RESENT_SEGMENTS])
+    links = []
+    for source, target in np.unique(
+        np.stack([messages.source, messages.target]), axis=1
+    ).T.tolist():
+        chosen = (messages.source == source) & (messages.target == target)
+        if int(chosen.sum()) < LINK_FEWEST:
+            continue
+        travel_ns = (messages.arrived_ns[chosen] - messages.sent_ns[chosen]).astype(np.float64)
+        rows = np.searchsorted(m.iterations, messages.iteration[chosen])
+        usual_ns = float(np.median(travel_ns))
+        least_ns = max(LATE_TIMES * usual_ns, usual_ns + LATE_OF_AN_ACTION * action_ns)
+        is_late = travel_ns > least_ns
+        late_ns = travel_ns[is_late] - usual_ns
+        num_iterations = len(np.unique(rows))
+        if len(late_ns) < LATE_FEWEST:
+            continue
+        if float(late_ns.sum()) < LATE_OF_STEP * m.step * num_iterations:
+            continue
+        ends = (m.column[source], m.column[target])
+        with_loss = resent[:, list(ends)].max(axis=1) > 0
+        together = float(late_ns[with_loss[rows[is_late]]].sum()) / float(late_ns.sum())
+        reason = lost_packets(m, ends, np.arange(len(m.iterations)))
+        if reason is not None and together >= LATE_TOGETHER:
+            links.append(_Link(ends, int(chosen.sum()), late_ns, rows[is_late], reason))
+    return links

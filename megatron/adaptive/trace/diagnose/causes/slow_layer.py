@@ -1,0 +1,136 @@
+"""Finds single layers that take longer than others, in traces with the times of layers.
+
+``--trace-detail layers`` records these times. Without them, a slow layer shows as a slow rank or as
+uneven stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, middle, noise
+
+SLOWER = 1.25
+"""Minimum ratio of a slow layer's time to that of other layers."""
+
+SURE = 4.0
+"""Minimum excess of a slow layer's time in standard errors."""
+
+FEWEST = 4
+"""Minimum number of layers with times in the run, to know what a layer takes."""
+
+MOST_SLOW = 0.25
+"""Maximum fraction of the layers that may be slow; more are of another kind than the rest."""
+
+
+class SlowLayer(Cause):
+    """Describes a layer whose forward and backward take longer than those of other layers."""
+
+    name = "slow layer"
+    order = 5
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        return find_slow_layers(evidence.measured)
+
+    def describe(self, finding: Finding) -> str:
+        layer = finding.counts["layer"]
+        return f"layer {layer} on {finding.culprit} takes {finding.factor:.2f} times as long"
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        steps.duration_s[steps.affected] *= 1 - finding.counts["percent of the rank"] / 100
+        return steps.duration_s
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        remedy = evidence.move_layers(finding)
+        look = (
+            f"if layer {finding.counts['layer']} has the shape of the others, look at its kernels "
+            "with torch.profiler"
+        )
+        return Remedy((look, *remedy.advice), remedy.partition)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Holds the times of one layer on one rank.
+
+    Attributes:
+        column: Column of the rank.
+        index: Index of the layer in the model.
+        pass_ns: ``[iterations]``, time in ns of a forward and a backward pass, NaN if unknown.
+    """
+
+    column: int
+    index: int
+    pass_ns: Floats
+
+
+def find_slow_layers(m: Measured) -> list[Finding]:
+    """Returns findings for layers that are slower than those of their rank and of the run."""
+    layers = _layers(m)
+    levels = np.array([float(middle(layer.pass_ns)) for layer in layers])
+    if len(levels) < FEWEST:
+        return []
+    usual = float(np.median(levels))
+    slow = [
+        number
+        for number, layer in enumerate(layers)
+        if levels[number] >= SLOWER * max(usual, _beside(layers, levels, layer))
+    ]
+    if not slow or len(slow) > max(1, int(MOST_SLOW * len(layers))):
+        return []
+    findings = []
+    for number in slow:
+        layer = layers[number]
+        series = layer.pass_ns[np.isfinite(layer.pass_ns)]
+        excess_ns = levels[number] - usual
+        error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
+        if excess_ns < SURE * error_ns:
+            continue
+        of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)
+        chosen = np.flatnonzero(np.isfinite(layer.pass_ns))
+        finding = m.finding(
+            [layer.column],
+            m.iterations[chosen],
+            kind="lasting",
+            against="others",
+            confidence=chance(excess_ns / error_ns),
+            factor=float(levels[number] / usual),
+            counts={"layer": layer.index, "percent of the rank": round(100 * of_rank)},
+            detail=f"{levels[number] / 1e6:.3g} ms per microbatch, other layers "
+            f"{usual / 1e6:.3g} ms",
+        )
+        findings.append(replace(finding, delay_ms=excess_ns / 1e6))
+    return findings
+
+
+def _beside(layers: Sequence[_Layer], levels: Floats, layer: _Layer) -> float:
+    """Returns the median time in ns of the other layers of a rank; 0 if there are none."""
+    others = [
+        float(level)
+        for other, level in zip(layers, levels, strict=True)
+        if other.column == layer.column and other is not layer
+    ]
+    return float(np.median(others)) if others else 0.0
+
+
+def _layers(m: Measured) -> list[_Layer]:
+    """Returns the layers of all ranks that have times in most of the iterations."""
+    layers = []
+    for column, of_rank in enumerate(m.layer_rows):
+        series: dict[int, Floats] = {}
+        for row, rows in enumerate(of_rank):
+            for index, forward_ns, backward_ns, passes in rows:
+                values = series.setdefault(index, np.full(len(of_rank), np.nan))
+                values[row] = (forward_ns + backward_ns) / max(1, passes)
+        layers += [
+            _Layer(column, index, values)
+            for index, values in sorted(series.items())
+            if np.isfinite(values).mean() > 0.5
+        ]
+    return layers

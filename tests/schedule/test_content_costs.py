@@ -1,0 +1,83 @@
+"""Costs of microbatches that are fitted to numbers which describe their content."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.content_costs import (
+    ContentCosts,
+    Numbers,
+    StageFit,
+    products_of,
+    squares_of,
+)
+from megatron.adaptive.schedule.stage_placement import Placement
+
+
+def rows_of(seed: int, count: int) -> list[Numbers]:
+    """Microbatches with tokens, pairs of tokens, pixels, and 1."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        tokens = float(rng.randrange(50, 2000))
+        rows.append((tokens, tokens * tokens, 1e5 * rng.randrange(9), 1.0))
+    return rows
+
+
+def dot(factors: Numbers, row: Numbers) -> float:
+    """Sum of the numbers, each times its factor."""
+    return sum(a * b for a, b in zip(factors, row, strict=True))
+
+
+def test_a_stage_learns_what_its_time_depends_on() -> None:
+    """Each of three stages depends on other numbers, and times are noisy."""
+    truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
+    placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
+    costs = ContentCosts(placement, 4)
+    rng = random.Random(5)
+    for step in range(40):
+        sums_at = {}
+        for replica in range(2):
+            rows = rows_of(2 * step + replica, 8)
+            for rank, truth in enumerate(truths):
+                actions = [
+                    (Action(kind, 0, number), round(dot(truth, row) * share * rng.uniform(95, 105)))
+                    for number, row in enumerate(rows)
+                    for kind, share in ((ActionKind.F, 0.4e7), (ActionKind.B, 0.6e7))
+                ]
+                sums_at[replica, rank] = costs.measured(rows, actions)
+                assert len(sums_at[replica, rank]) == costs.num_sums
+        costs.add(sums_at)
+    costs.fit()
+    for row in rows_of(99, 20):
+        for stage, truth in zip(costs.stages, truths, strict=True):
+            assert stage.cost(row) == pytest.approx(dot(truth, row), rel=0.1, abs=1e-4)
+    assert costs.cost(row) == pytest.approx(sum(stage.cost(row) for stage in costs.stages))
+
+
+def test_factors_are_never_negative_and_numbers_that_grow_together_count_once() -> None:
+    rows: list[Numbers] = [(n, n, 0.0, 1.0) for n in (1.0, 2.0, 5.0)]
+    fit = StageFit(4)
+    fit.add(squares_of(rows), products_of(rows, [2.0, 4.0, 10.0]))
+    fit.fit()
+    assert fit.factors == pytest.approx([2.0, 0.0, 0.0, 0.0], abs=1e-6)
+    falling = StageFit(4)
+    falling.add(squares_of(rows), products_of(rows, [5.0, 3.0, 1.0]))
+    falling.fit()
+    assert min(falling.factors) >= 0
+    assert falling.cost((3.0, 3.0, 0.0, 1.0)) > 0
+
+
+def test_the_costs_follow_a_change_and_are_equal_wherever_they_are_computed() -> None:
+    fits = [StageFit(4), StageFit(4)]
+    for step in range(80):
+        rows = rows_of(step, 6)
+        seconds = [row[0] * (1e-6 if step < 40 else 3e-6) for row in rows]
+        for fit in fits:
+            fit.add(squares_of(rows), products_of(rows, seconds))
+            fit.fit()
+    assert fits[0].factors == fits[1].factors
+    assert fits[0].cost((1000.0, 1e6, 0.0, 1.0)) == pytest.approx(3e-3, rel=0.1)

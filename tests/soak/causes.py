@@ -1,0 +1,392 @@
+"""Plants one cause at a time in small training jobs, and judges what the diagnosis names.
+
+    python -m tests.soak.causes [--runs N] [--only NAME ...] [--json FILE]
+
+Two ranks train a small GPT on this machine. Rank 1 is hindered, see ``support/hindered_rank.py``,
+or the link between the ranks is. An answer is right if the diagnosis names the planted cause; wrong
+if it names a cause that was not planted and that its own counters do not prove; missed otherwise.
+Other programs may use the processors of this machine, so that a finding about waits for a processor
+is never wrong. Exits with status 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from harness.processes import environment, kill_tree  # noqa: E402
+from harness.report import Result, Row, measure, missing, parser_of  # noqa: E402
+from megatron.adaptive.trace.diagnose import Finding, diagnose  # noqa: E402
+from megatron.adaptive.trace.machine_counters import (  # noqa: E402
+    DISK_WAIT,
+    MEMORY_WAIT,
+    PROCESSOR_WAIT,
+    STEAL,
+    THROTTLED,
+)
+from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS  # noqa: E402
+from megatron.adaptive.trace.read import read_run  # noqa: E402
+from tests.multiprocess.launch import Ranks, tail  # noqa: E402
+from tests.support.control_groups import (  # noqa: E402
+    Limit,
+    disk_speed,
+    limited_group,
+    memory_size,
+    processor_quota,
+)
+
+SCRIPT = ROOT / "tests" / "support" / "hindered_rank.py"
+HINDERED = 1
+LIMIT_S = 150.0
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 "
+    "--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-workers 0 "
+    "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 2 --train-iters 14 "
+    "--diagnose-interval 0 --trace-detail layers"
+).split()
+SLOW_LINK = ("--transport", "tests.support.slow_link:SlowLink")
+BUSY = "import os\nos.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
+FILE_BYTES = 64 << 20
+
+RIGHT, WRONG, MISSED = "right", "wrong", "missed"
+Named = tuple[str, str]
+"""Cause of a finding and counter of its reason, empty without a reason."""
+
+
+@dataclass
+class Plant:
+    """Says how a job is hindered.
+
+    Attributes:
+        variables: Variables of the environment of its ranks.
+        flags: Further flags of the trainer.
+        network: Name of the network namespace in which the job runs; empty for the ordinary one.
+    """
+
+    variables: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    network: str = ""
+
+
+Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Plant | None]"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes a cause that can be planted.
+
+    Attributes:
+        plant: Function that plants it; its plant is ``None`` if this machine cannot.
+        right: Findings of a right diagnosis, as cause and counter of the reason.
+        also: Findings that follow from the planted cause.
+    """
+
+    plant: Planting
+    right: frozenset[Named]
+    also: frozenset[Named] = frozenset()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds the diagnosis of a job with a planted cause.
+
+    Attributes:
+        name: Name of the planted cause.
+        verdict: One of :data:`RIGHT`, :data:`WRONG` and :data:`MISSED`.
+        named: Findings of the diagnosis.
+        text: The diagnosis as text.
+    """
+
+    name: str
+    verdict: str
+    named: tuple[Named, ...]
+    text: str
+
+
+def _both(*causes: str, counter: str = "") -> frozenset[Named]:
+    return frozenset((cause, counter) for cause in causes)
+
+
+@contextlib.contextmanager
+def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
+    yield Plant()
+
+
+@contextlib.contextmanager
+def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
+    """Runs other programs on all processors, or on the one to which the rank is bound."""
+    processors = sorted(os.sched_getaffinity(0))
+    used = processors[-1:] if is_pinned else processors
+    programs = [
+        subprocess.Popen([sys.executable, "-c", BUSY.format(processor=processor)])
+        for processor in used
+        for _ in range(number)
+    ]
+    try:
+        yield Plant({"PINNED": str(used[0])} if is_pinned else {})
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def _other_programs(folder: Path, draw: random.Random) -> Any:
+    return _beside_programs(draw.randint(2, 3), is_pinned=False)
+
+
+def _pinned(folder: Path, draw: random.Random) -> Any:
+    return _beside_programs(draw.randint(1, 2), is_pinned=True)
+
+
+@contextlib.contextmanager
+def _in_group(limit: Limit, variables: Mapping[str, str] | None = None) -> Iterator[Plant | None]:
+    with limited_group(limit) as group:
+        yield None if group is None else Plant({"GROUP": str(group), **(variables or {})})
+
+
+def _quota(folder: Path, draw: random.Random) -> Any:
+    return _in_group(processor_quota(draw.uniform(0.12, 0.2)))
+
+
+def _file(folder: Path) -> str:
+    path = folder / "read-often"
+    path.write_bytes(os.urandom(1 << 20) * (FILE_BYTES >> 20))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return str(path)
+
+
+def _memory(folder: Path, draw: random.Random) -> Any:
+    return _in_group(memory_size(), {"MAPPED_FILE": _file(folder)})
+
+
+def _disk(folder: Path, draw: random.Random) -> Any:
+    limit = disk_speed(folder, draw.randint(8, 16) << 20)
+    return _in_group(limit, {"READ_FILE": _file(folder)})
+
+
+@contextlib.contextmanager
+def _with(variables: dict[str, str], *flags: str) -> Iterator[Plant | None]:
+    yield Plant(variables, tuple(flags))
+
+
+def _reader(folder: Path, draw: random.Random) -> Any:
+    return _with({"READ_S": f"{draw.uniform(0.08, 0.15):.3f}"})
+
+
+def _delayed_link(folder: Path, draw: random.Random) -> Any:
+    seconds = f"{draw.uniform(0.08, 0.15):.3f}"
+    return _with({"SLOW_LINK": "0-1", "SLOW_LINK_S": seconds}, *SLOW_LINK)
+
+
+def _slow_layer(folder: Path, draw: random.Random) -> Any:
+    return _with({"SLOW_LAYER": f"{draw.choice((2, 3))}:{draw.uniform(0.06, 0.1):.3f}"})
+
+
+@contextlib.contextmanager
+def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
+    """Makes a network that drops packets, by netem or by a queue that is too short."""
+    name = f"causes{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    if made.returncode:
+        yield None
+        return
+    try:
+        inside = ["ip", "netns", "exec", name]
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up", "mtu", "1500"], check=True)
+        rules = (
+            f"netem loss {draw.uniform(1.5, 3):.2f}%",
+            f"tbf rate {draw.randint(12, 20)}mbit burst 6kb limit 12kb",
+        )
+        for rule in rules:
+            command = [*inside, "tc", "qdisc", "add", "dev", "lo", "root", *rule.split()]
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                yield Plant(flags=("--transport", "gloo"), network=name)
+                return
+        yield None
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+_BUSY_RANKS = _both("slow rank", "busy machine", counter=PROCESSOR_WAIT)
+_SLOW_STAGE = _both("slow rank", "uneven stages")
+CASES: dict[str, Case] = {
+    "quiet": Case(_nothing, frozenset()),
+    "other programs": Case(_other_programs, _BUSY_RANKS, _SLOW_STAGE),
+    "pinned beside a program": Case(_pinned, _BUSY_RANKS, _SLOW_STAGE),
+    "quota": Case(
+        _quota, _both("slow rank", "busy machine", counter=THROTTLED), _both("uneven stages")
+    ),
+    "memory pressure": Case(
+        _memory,
+        _both("slow rank", "busy machine", counter=MEMORY_WAIT)
+        | _both("slow rank", counter=DISK_WAIT),
+        # Such a rank also reads its data slowly.
+        _SLOW_STAGE | _both("slow data") | _both("slow data", counter=DISK_WAIT),
+    ),
+    "slow disk": Case(_disk, _both("slow data", counter=DISK_WAIT)),
+    "slow reader": Case(_reader, _both("slow data")),
+    "delayed link": Case(_delayed_link, _both("slow link")),
+    "lossy link": Case(
+        _lossy_link, _both("slow link", "lossy link", counter=RESENT_SEGMENTS), _both("slow link")
+    ),
+    "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
+}
+"""Causes by name."""
+
+_TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL))
+"""Counters of other programs and machines, which are there whatever is planted."""
+
+_SYMPTOMS = frozenset((("spikes", ""),))
+"""Findings that name no cause."""
+
+
+def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
+    """Returns the verdict on a diagnosis, and its findings in short."""
+    named = tuple(
+        (finding.cause, counter)
+        for finding in findings
+        for counter in (
+            [reason.counter for reason in (finding.reason, *finding.more_reasons) if reason] or [""]
+        )
+    )
+    is_right = not case.right or bool(case.right & set(named))
+    verdict = RIGHT if is_right else MISSED
+    for cause in set(named) - case.right - case.also - _SYMPTOMS:
+        if cause[1] not in _TRUE_BY_COUNTERS:
+            verdict = WRONG
+    return verdict, named
+
+
+def run_case(name: str, seed: int, folder: Path) -> Answer | None:
+    """Plants a cause in a job, and judges the diagnosis; ``None`` if this machine cannot.
+
+    Raises:
+        RuntimeError: The job failed.
+    """
+    case = CASES[name]
+    with case.plant(folder, random.Random(f"{name} {seed}")) as plant:
+        if plant is None:
+            return None
+        _train(plant, folder)
+    said = diagnose(read_run(folder / "traces"))
+    verdict, named = judge(case, said.findings)
+    return Answer(name, verdict, named, said.format())
+
+
+def _train(plant: Plant, folder: Path) -> None:
+    log = folder / "log.txt"
+    command = [str(SCRIPT), *FLAGS, "--trace-dir", str(folder / "traces"), *plant.flags]
+    variables = {"HINDERED": str(HINDERED), **plant.variables}
+    if plant.network:
+        _launch(command, variables, plant.network, log)
+        return
+    ranks = Ranks(command, world_size=2, log=log, limit_s=LIMIT_S, variables=variables)
+    try:
+        if ranks.wait(LIMIT_S) != [0, 0]:
+            raise RuntimeError(f"the job failed: {tail(log)}")
+    finally:
+        ranks.kill()
+
+
+def _launch(command: list[str], variables: Mapping[str, str], network: str, log: Path) -> None:
+    """Runs a job in a network namespace, which has its own launcher."""
+    launcher = ["ip", "netns", "exec", network, sys.executable, "-m", "megatron.adaptive", "job"]
+    launcher += ["launch", "--standalone", "--nproc-per-node", "2"]
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            [*launcher, *command],
+            env=environment(**variables),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            status = job.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = -1
+        finally:
+            kill_tree(job)
+    if status:
+        raise RuntimeError(f"the job failed: {tail(log)}")
+
+
+def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
+    """Plants causes in turn.
+
+    Args:
+        names: Names of the causes.
+        runs: Number of jobs with each cause.
+        seed: Seed of all draws.
+    """
+    judged = []
+    for number in range(runs):
+        for name in names:
+            with tempfile.TemporaryDirectory(prefix="causes-") as folder:
+                answer = run_case(name, seed + number, Path(folder))
+            if answer is not None:
+                judged.append(answer)
+                print(f"{name}: {answer.verdict}, named {list(answer.named)}", flush=True)
+                if answer.verdict != RIGHT:
+                    print(answer.text, flush=True)
+    return judged
+
+
+def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
+    """Returns a row per cause, and the rows with goals."""
+    rows = []
+    for name in names:
+        counts = Counter(answer.verdict for answer in judged if answer.name == name)
+        total = sum(counts.values())
+        if not total:
+            rows.append(missing(f"cause: {name}", "this machine cannot plant it"))
+            continue
+        note = f"{counts[RIGHT]} right, {counts[WRONG]} wrong, {counts[MISSED]} missed"
+        rows.append(Row(what=f"cause: {name}", value=counts[RIGHT] / total, note=note))
+    counts = Counter(answer.verdict for answer in judged)
+    for title, count, goal, least in (
+        ("causes named right", counts[RIGHT], 0.95, True),
+        ("wrong causes named", counts[WRONG], 0.01, False),
+    ):
+        note = f"{count} of {len(judged)} jobs"
+        value = count / len(judged) if judged else None
+        rows.append(Row(what=title, value=value, goal=goal, least=least, note=note))
+    return rows
+
+
+def of_causes(options: argparse.Namespace) -> Result:
+    """Part ``causes``; the short form plants each cause once."""
+    names = options.only or list(CASES)
+    judged = answers(names, 1 if options.quick else options.runs, options.seed)
+    return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})
+
+
+def main() -> int:
+    """Measures and prints; returns 1 if a goal is missed."""
+    parser = parser_of(__doc__, {"causes": of_causes}, "each cause once")
+    parser.add_argument("--runs", type=int, default=6, help="jobs with each cause")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="names of causes")
+    parser.add_argument("--seed", type=int, default=4200, help="of all draws")
+    options = parser.parse_args()
+    return measure({"causes": partial(of_causes, options)}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

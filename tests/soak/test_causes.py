@@ -1,0 +1,58 @@
+"""Causes that are planted in real jobs are named by the diagnosis."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron.adaptive.trace.diagnose import Finding
+from megatron.adaptive.trace.diagnose.finding import Period, Reason
+from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
+from tests.soak.causes import CASES, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
+
+COUNT = int(os.environ.get("CAUSES", "1"))
+"""Number of jobs with each cause in the long test."""
+
+
+def finding(cause: str, counter: str = "") -> Finding:
+    return Finding(
+        cause=cause,
+        ranks=(1,),
+        stages=(1,),
+        hosts=("here",),
+        period=Period(first=1, last=9),
+        against="plan",
+        confidence=0.9,
+        reason=Reason(counter=counter, text="", remedy="") if counter else None,
+    )
+
+
+def test_verdicts() -> None:
+    quota = CASES["quota"]
+    throttled, busy = finding("slow rank", THROTTLED), finding("busy machine", PROCESSOR_WAIT)
+    assert judge(quota, [throttled, busy])[0] == RIGHT
+    assert judge(quota, [busy, finding("spikes")])[0] == MISSED
+    assert judge(quota, [throttled, finding("slow data")])[0] == WRONG
+    assert judge(CASES["quiet"], [busy])[0] == RIGHT
+    assert judge(CASES["quiet"], [throttled])[0] == WRONG
+
+
+def test_rows_have_the_goals() -> None:
+    judged = [Answer("quota", RIGHT, (), "")] * 19 + [Answer("quota", WRONG, (), "")]
+    quota, layer, right, wrong = rows_of(judged, ["quota", "slow layer"])
+    assert (quota.value, layer.value) == (0.95, None)
+    assert (right.met, wrong.met) == (True, False)
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200 * COUNT)
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_cause_is_named(name: str) -> None:
+    judged = answers([name], COUNT, seed=1)
+    if not judged:
+        pytest.skip("this machine cannot plant it")
+    assert [answer.text for answer in judged if answer.verdict == WRONG] == []
+    missed = [answer.text for answer in judged if answer.verdict == MISSED]
+    assert len(missed) <= 0.05 * COUNT, missed

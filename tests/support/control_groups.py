@@ -1,0 +1,73 @@
+"""Control groups (cgroups) with a limit, which ranks of a test join."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTED = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Describes a limit in both versions of control groups.
+
+    Attributes:
+        controller: Name of the controller in version 1.
+        first: Name of the file and its content in version 1.
+        second: The same in version 2.
+    """
+
+    controller: str
+    first: tuple[str, str]
+    second: tuple[str, str]
+
+
+def processor_quota(part: float) -> Limit:
+    """Returns a limit of the processor time to this many processors."""
+    quota_us = str(round(PERIOD_US * part))
+    return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
+
+
+def disk_speed(path: Path, bytes_per_s: int) -> Limit:
+    """Returns a limit of the speed at which the disk of a path is read."""
+    device = os.stat(path).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    return Limit(
+        "blkio",
+        ("blkio.throttle.read_bps_device", f"{name} {bytes_per_s}"),
+        ("io.max", f"{name} rbps={bytes_per_s}"),
+    )
+
+
+def memory_size() -> Limit:
+    """Returns a limit of the memory that is set later, by a process in the group."""
+    return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
+
+
+@contextlib.contextmanager
+def limited_group(limit: Limit) -> Iterator[Path | None]:
+    """Makes a control group with a limit; ``None`` if this machine or this user cannot."""
+    name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
+    for root in (MOUNTED / limit.controller, MOUNTED):
+        folder = root / name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+        try:
+            for file_name, content in (limit.first, limit.second):
+                if (folder / file_name).exists():
+                    (folder / file_name).write_text(content)
+                    yield folder
+                    return
+        except OSError:
+            continue
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    yield None
