@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,29 @@ def test_ports_explain_a_slow_link_between_machines(
     reason = finding.reason.text if finding.reason else ""
     assert text in reason
     assert bool(text) == bool(reason)
+
+
+STARVED = {PROCESSOR_WAIT: 0.8, MACHINE_BUSY: 0.8 * RANKS + 4}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="slow-rank", rank=2, factor=1.5, first=9),
+        Fault(kind="slow-data", rank=0, seconds=0.002),
+        LOST[0],
+    ],
+    ids=["rank", "data", "link"],
+)
+def test_of_ranks_without_processors_nothing_else_is_said(tmp_path: Path, fault: Fault) -> None:
+    faults = tuple(replace(lost, seconds=0.04) for lost in LOST) if fault in LOST else (fault,)
+    (tmp_path / "starved").mkdir()
+    (tmp_path / "quiet").mkdir()
+    lost = {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 9}
+    said = diagnosed(tmp_path / "starved", lambda rank, _: {**STARVED, **lost}, *faults)
+    assert {finding.cause for finding in said.findings} <= {"busy machine", "spikes"}
+    said = diagnosed(tmp_path / "quiet", lambda rank, _: lost, *faults)
+    assert {finding.cause for finding in said.findings} & {"slow rank", "slow data", "lossy link"}
 
 
 @pytest.mark.parametrize("machine", ['{"steal_ns": -1}', '{"steal_ns": 0.5}', "[1]", '{"a": "b"}'])

@@ -44,6 +44,9 @@ from megatron.adaptive.trace.span_columns import Ints
 EXPLAINS = 0.4
 """Minimum fraction of the lost time that the counters of the reasons must show together."""
 
+STARVED = 0.5
+"""Fraction of a step from which waits for a processor make all other comparisons uncertain."""
+
 EXPLAINS_TOO = 0.2
 """Minimum fraction of the lost time that a counter must show to be one of the reasons."""
 
@@ -180,6 +183,22 @@ def shares(m: Measured, counter: str) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
+
+
+def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
+    """Returns which fraction of the steps a rank waited for a processor, if that is most of them.
+
+    Args:
+        m: Measured times of the run.
+        column: Column of the rank.
+        chosen: Indices of the iterations.
+
+    Returns:
+        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if it is unknown.
+    """
+    share = shares(m, PROCESSOR_WAIT)[chosen, column]
+    mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
+    return min(0.99, mean) if mean >= STARVED else 0.0
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
