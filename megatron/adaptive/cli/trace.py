@@ -31,6 +31,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.collectives import CollectiveFigures, collective_figures
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, LayerFigures, layer_figures
@@ -48,6 +49,16 @@ from megatron.adaptive.trace.views.view import (
 
 _TRACE = f"{PROGRAM} trace"
 _Iterations = tuple[int, ...] | None
+_COLLECTIVE_COLUMNS = (
+    "collective",
+    "ranks",
+    "number",
+    "size",
+    "wait",
+    "transfer",
+    "of a step",
+    "waited for",
+)
 _LAYER_COLUMNS = ("layer", "pipeline rank", "forward", "backward", "of a step", "slowest rank")
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
@@ -437,6 +448,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
         ],
         **_experts(run, step.iteration),
         **_layers(run, step.iteration),
+        **_collectives(run, step.iteration),
         "missing": step.missing,
         "lengths": step.lengths,
         "run": run.run,
@@ -469,6 +481,34 @@ def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
     """Returns the times of each layer in an iteration, empty if the trace has none."""
     figures = layer_figures(run, iteration)
     return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
+
+
+def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
+    """Returns the times of each kind of collective, empty if the trace has none."""
+    figures = collective_figures(run, iteration)
+    return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
+
+
+def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
+    """Returns a table of the kinds of collectives as lines of text, empty without any."""
+    if not figures:
+        return []
+    rows = [_COLLECTIVE_COLUMNS]
+    for figure in sorted(figures, key=lambda figure: -figure.wait_ms - figure.transfer_ms):
+        whole_ms = figure.wait_ms + figure.transfer_ms
+        rows.append(
+            (
+                f"{figure.kind} {figure.operation}",
+                str(figure.size),
+                f"{figure.count:.4g}",
+                f"{figure.size_bytes / 1024:.4g} KiB",
+                f"{figure.wait_ms:.2f} ms",
+                f"{figure.transfer_ms:.2f} ms",
+                f"{whole_ms / max(step_ms, 1e-9):.1%}",
+                f"{figure.last_rank}: {figure.last_ms:.2f} ms",
+            )
+        )
+    return ["", *aligned(rows, 1)]
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
@@ -551,6 +591,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
     if "experts" in report:
         lines += _expert_lines(report["experts"], report["step_ms"])
     lines += _layer_lines(layer_figures(run, step.iteration), report["step_ms"])
+    lines += _collective_lines(collective_figures(run, step.iteration), report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
 
