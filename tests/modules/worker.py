@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,24 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         refused(lambda: pipeline.eval(mine) if rank else pipeline.step(mine), "different steps")
         assert pipeline.steps == 0
         loss, _ = pipeline.step(mine)
+        assert gathered(loss) == [loss] * RANKS
+
+
+def replicas_with_batches_of_another_kind_are_named() -> None:
+    """Without this check they would wait for one another until their time limit."""
+    batch = make_batch(4)
+    with make(pipeline_size=2) as pipeline:
+        second = pipeline.replica == 1
+        listed = [make_batch(2), make_batch(2, 5)]
+        kind: Any = listed if second else batch
+        for run in (pipeline.step, pipeline.eval):
+            require_refused(partial(run, kind), "replicas 0 and 1 have different kinds of batches")
+            items = [1.0, 2.0] if second else None
+            for each in (batch, listed):
+                passed = partial(run, each, num_items=items)
+                require_refused(passed, "replicas 0 and 1 disagree on num_items")
+        assert pipeline.steps == 0
+        loss, _ = pipeline.step(batch)
         assert gathered(loss) == [loss] * RANKS
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,18 @@ class Mesh(Job):
                     groups[positions] = group
         return groups
 
-    def sum_over_replicas(self, number: float) -> float:
-        """Returns the sum of the replicas' numbers. Collective over this rank's ``dp_group``."""
+    def over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Returns the numbers of all replicas. Collective over this rank's ``dp_group``.
+
+        Args:
+            numbers: Numbers of this replica; all replicas pass equally many.
+        """
         if self.dp_size == 1:
-            return number
-        total = torch.tensor(number, dtype=torch.float64, device=self.accelerator.device)
-        dist.all_reduce(total, group=self.dp_group)
-        return float(total)
+            return [list(numbers)]
+        local = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+        gathered = [torch.empty_like(local) for _ in range(self.dp_size)]
+        dist.all_gather(gathered, local, group=self.dp_group)
+        return [of_replica.tolist() for of_replica in gathered]
 
     def close(self) -> None:
         """Ends the process groups of the mesh and of the job. Collective over all ranks."""

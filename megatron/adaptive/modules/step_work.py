@@ -241,13 +241,26 @@ class StepMaker:
             is_listed: Whether the batch is a list of microbatches.
 
         Raises:
-            ConfigError: If no microbatch of any replica has items.
+            ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
+                of batch or on whether they have items.
         """
         replicas = self._mesh.dp_size
+        numbers = items or [1.0] * count
+        rows = self._mesh.over_replicas([is_listed, items is not None, sum(numbers)])
+        for replica, (other_is_listed, other_has_items, _) in enumerate(rows):
+            if other_is_listed != rows[0][0]:
+                raise ConfigError(
+                    f"replicas 0 and {replica} have different kinds of batches: pass a list of "
+                    "microbatches on all replicas, or a dictionary on all"
+                )
+            if other_has_items != rows[0][1]:
+                raise ConfigError(
+                    f"replicas 0 and {replica} disagree on num_items: give it on all replicas, or "
+                    "on none"
+                )
         if items is None and (not is_listed or replicas == 1):
             return None
-        items = items or [1.0] * count
-        total = self._mesh.sum_over_replicas(sum(items))
+        total = sum(of_replica for _, _, of_replica in rows)
         if not total:
             raise ConfigError("num_items is 0 for all microbatches: there is no loss to average")
-        return [replicas * number / total for number in items]
+        return [replicas * number / total for number in numbers]

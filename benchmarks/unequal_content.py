@@ -1,0 +1,379 @@
+"""Compares schedules on a vision-language model whose microbatches have unequal numbers of images.
+
+    python benchmarks/unequal_content.py [--quick] [--json FILE]
+
+Processes exchange real messages and sleep as long as their work would take. The model has an
+encoder of images of 5 billion parameters and a language model of 32 billion. A microbatch has a
+text of 256 tokens and 0 to 8 images, whose number is drawn from a log-normal distribution. Every
+way runs the same steps: 1F1B and interleaved 1F1B, each with the partition that is best for its
+schedule in simulation, and the rule ``adaptive`` with the partition that ``Pipeline`` chooses. With
+the rule, microbatches run in the given order or in one by predicted cost. In the second part two
+replicas train. They take microbatches in turns, or are dealt microbatches by predicted cost. The
+predictions are fitted during the first steps. Exits with status 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.adaptive import accelerator  # noqa: E402
+
+# Ranks are forked from a process that has imported this module, so they do not import it again.
+accelerator.install()
+with accelerator.quiet_imports():
+    from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of
+from harness.processes import fork_ranks  # noqa: E402
+from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
+from megatron.adaptive.engine.process_context import gather  # noqa: E402
+from megatron.adaptive.modules.batch import Signature  # noqa: E402
+from megatron.adaptive.planner.job_shape import least_largest_of  # noqa: E402
+from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
+from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
+from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
+from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
+from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload  # noqa: E402
+
+RANKS = 4
+MICROBATCHES = 12
+"""Number of microbatches of a step for each replica."""
+TEXT_TOKENS = 256
+IMAGE_TOKENS = 256
+IMAGE_PATCHES = 1024
+MEDIAN_IMAGES = 2.0
+SIGMA = 1.0
+ENCODER_LAYERS = 24
+DECODER_LAYERS = 32
+"""Pairs of layers of the language model, as partitions divide it."""
+ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
+"""Multiplications of a forward of one image in a layer, in billions."""
+DECODER_WORK = 32.0 / DECODER_LAYERS
+"""Multiplications of a forward of one token in a layer, in billions."""
+FORWARD_S = 0.08
+"""Mean time of the forward of a microbatch in the whole model."""
+WARM_STEPS = 4
+LIMIT_S = 900.0
+SEED = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run the steps.
+
+    Attributes:
+        schedule: Name of the schedule.
+        chunks: Number of stages per rank.
+        replicas: Number of pipelines.
+        rule: Values of ``order`` and ``dealing`` of ``Pipeline``.
+    """
+
+    schedule: str
+    chunks: int = 1
+    replicas: int = 1
+    rule: tuple[Literal["given", "time"], Literal["turns", "time"]] = ("given", "turns")
+
+    @property
+    def placement(self) -> Placement:
+        """Returns the assignment of stages to ranks."""
+        return Placement(num_ranks=RANKS, num_chunks=self.chunks, kind="loop")
+
+    @property
+    def is_rule(self) -> bool:
+        """Returns whether ranks choose their actions at run time, with separate W."""
+        return self.schedule == "adaptive"
+
+
+ONE = {
+    "1f1b": Way(schedule="1f1b"),
+    "interleaved": Way(schedule="interleaved", chunks=2),
+    "adaptive, order as given": Way(schedule="adaptive", chunks=2),
+    "adaptive, order by cost": Way(schedule="adaptive", chunks=2, rule=("time", "turns")),
+}
+TWO = {
+    "1f1b, 2 replicas": Way(schedule="1f1b", replicas=2),
+    "adaptive, order by cost, 2 replicas": Way(
+        schedule="adaptive", chunks=2, replicas=2, rule=("time", "turns")
+    ),
+    "adaptive, order and dealing by cost, 2 replicas": Way(
+        schedule="adaptive", chunks=2, replicas=2, rule=("time", "time")
+    ),
+}
+WAYS = {**ONE, **TWO}
+OURS = "adaptive, order by cost"
+DEALT = "adaptive, order and dealing by cost, 2 replicas"
+GOALS = {(OURS, "1f1b"): 1.6, (OURS, "interleaved"): 1.3, (DEALT, "1f1b, 2 replicas"): 1.9}
+
+
+def images_of(seed: int, count: int) -> list[int]:
+    """Returns the number of images of each microbatch of a step."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN_IMAGES), SIGMA, count)
+    return [int(number) for number in np.clip(np.rint(drawn), 0, 8)]
+
+
+@functools.cache
+def _second() -> float:
+    """Returns the time of a billion multiplications."""
+    images = np.mean(images_of(SEED, 4096))
+    tokens = TEXT_TOKENS + IMAGE_TOKENS * images
+    work = ENCODER_WORK * ENCODER_LAYERS * images + DECODER_WORK * DECODER_LAYERS * tokens
+    return FORWARD_S / float(work)
+
+
+def layer_seconds(images: list[int]) -> Any:
+    """Returns the time of a forward in each layer, ``[layers, microbatches]``."""
+    counts = np.array(images, dtype=float)
+    seen = np.tile(ENCODER_WORK * counts, (ENCODER_LAYERS, 1))
+    read = np.tile(DECODER_WORK * (TEXT_TOKENS + IMAGE_TOKENS * counts), (DECODER_LAYERS, 1))
+    return np.concatenate([seen, read]) * _second()
+
+
+def stage_seconds(partition: tuple[int, ...], images: list[int]) -> Any:
+    """Returns the time of a forward in each stage, ``[stages, microbatches]``."""
+    layers = layer_seconds(images)
+    starts = np.cumsum((0, *partition))[:-1]
+    return np.add.reduceat(layers, starts, axis=0)
+
+
+def settings(way: Way, sizes: list[float]) -> dict[str, Any]:
+    """Returns the limit on activations of a rank, and the number of pieces of W."""
+    if not way.is_rule:
+        return {"cap": None, "weight_pieces": 0}
+    cap = max(default_cap(way.placement, len(sizes)), *sizes)
+    return {"cap": cap, "weight_pieces": 4}
+
+
+def relative_sizes(images: list[int]) -> list[float]:
+    """Returns the activations of each microbatch, relative to the mean."""
+    sizes = layer_seconds(images).sum(axis=0)
+    return [float(size) for size in sizes / sizes.mean()]
+
+
+def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
+    """Returns the time of a step in simulation, without messages."""
+    placement = way.placement
+    count = len(images)
+    seconds = stage_seconds(partition, images)
+    durations = np.array([seconds, seconds, seconds])
+    if not way.is_rule:
+        durations = np.array([seconds, 2 * seconds, 0 * seconds])
+    sizes = relative_sizes(images)
+    options = settings(way, sizes)
+    result = simulate(
+        placement,
+        count,
+        make_policies(way.schedule, placement, count, **options),
+        Workload(
+            durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
+            delays_ps=np.zeros((2, placement.num_stages, count), np.int64),
+            occupancy_ps=np.zeros((RANKS, RANKS), np.int64),
+        ),
+        sizes=sizes if way.is_rule else None,
+        compiled=True,
+        **options,
+    )
+    return result.makespan_s
+
+
+def partition_of(way: Way) -> tuple[int, ...]:
+    """Returns the number of layers of each stage.
+
+    The largest stage is as small as possible for the mean microbatch. For a schedule with a fixed
+    order, a search then moves one layer at a time, as long as steps get shorter in simulation.
+    """
+    steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
+
+    def cost(partition: tuple[int, ...]) -> float:
+        return sum(simulated(way, partition, images) for images in steps)
+
+    weights = layer_seconds(images_of(SEED, 4096)).mean(axis=1).tolist()
+    best = least_largest_of(weights, way.placement.num_stages)
+    assert best is not None
+    if way.is_rule:
+        return best
+    lowest = cost(best)
+    improves = True
+    while improves:
+        improves = False
+        for left in range(len(best) - 1):
+            for change in (-1, 1):
+                moved = list(best)
+                moved[left] += change
+                moved[left + 1] -= change
+                if min(moved) > 0 and (each := cost(tuple(moved))) < lowest:
+                    best, lowest, improves = tuple(moved), each, True
+    return best
+
+
+def microbatch(images: int) -> dict[str, Any]:
+    """Returns a microbatch of this content; its entries are small, but grow with the content."""
+    part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
+    if images:
+        part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
+    return part
+
+
+class Job:
+    """Runs one way on this process, with the decisions of ``Pipeline``. Collective.
+
+    Args:
+        way: Way to run the steps.
+        partition: Number of layers of each stage.
+        rank: Rank of this process; ranks of one position in the pipelines are neighbours.
+    """
+
+    def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
+        from harness.sleeping_ranks import Channels, Sleeper
+
+        self._way = way
+        self._position, self.replica = divmod(rank, way.replicas)
+        self._sleeper = Sleeper()
+        self._channels = Channels(
+            way.placement, self._position, replica=self.replica, replicas=way.replicas
+        )
+        mesh: Any = SimpleNamespace(
+            dp_rank=self.replica,
+            dp_size=way.replicas,
+            pp_rank=self._position,
+            pipeline_size=RANKS,
+            control_group=dist.group.WORLD,
+            gather=gather,
+        )
+        order, dealing = way.rule
+        # Nothing is known about the cost at first: each microbatch costs the same.
+        kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
+        self._balance = ContentBalance(
+            order=order,
+            dealing=dealing,
+            mesh=mesh,
+            placement=way.placement,
+            sample_work={kind: [1.0] * way.placement.num_stages for kind in kinds},
+        )
+        self._partition = partition
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Runs a step; returns its time in seconds, and the activations held at most."""
+        from benchmarks.emulated.ours import EmulatedStages
+        from benchmarks.emulated.work import RankWork
+
+        way = self._way
+        whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
+        passed = self._balance.share(whole) or whole[self.replica :: way.replicas]
+        dealt = passed.digest if isinstance(passed, DealtList) else 0
+        if self._balance.is_on:
+            facts = Declared(step=number, is_listed=True, content=digest_of(passed), dealt=dealt)
+            self._balance.agree(facts)
+        order = self._balance.order_of(passed, [1.0] * len(passed))
+        run = [passed[index] for index in order]
+        self._balance.begin(run)
+        images = [(part["ids"].shape[1] - TEXT_TOKENS) // IMAGE_TOKENS for part in run]
+        sizes = relative_sizes(images)
+        options = settings(way, sizes)
+        placement = way.placement
+        policy = make_policies(way.schedule, placement, len(run), **options)[self._position]
+        state = RankState(
+            placement=placement,
+            rank=self._position,
+            num_microbatches=len(run),
+            sizes=sizes,
+            **options,
+        )
+        rows = stage_seconds(self._partition, images).tolist()
+        work = RankWork(placement, self._position, dict.fromkeys(ActionKind, rows), self._sleeper)
+        stages = EmulatedStages(work, placement, self._position, split=way.is_rule)
+        dist.barrier()
+        start_s = time.monotonic()
+        self._channels.executor.run(stages, policy, state)
+        dist.barrier()
+        seconds = time.monotonic() - start_s
+        self._balance.end(self._channels.executor.finish_step())
+        work.check_complete()
+        mean = float(layer_seconds(images).sum() / len(images)) / FORWARD_S
+        peak = torch.tensor(state.peak_in_flight * mean)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return seconds, float(peak)
+
+    def close(self) -> None:
+        """Closes the channels; collective."""
+        self._channels.close()
+
+
+def run_rank(
+    rank: int, partitions: dict[str, tuple[int, ...]], steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Runs the ways with these partitions; returns seconds and activations of each step."""
+    from harness.sleeping_ranks import sharpen_timers
+
+    sharpen_timers()
+    jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+    for step in range(WARM_STEPS + steps):
+        for name, job in jobs.items():
+            result = job.step(step)
+            if step >= WARM_STEPS:
+                results[name].append(result)
+    for job in jobs.values():
+        job.close()
+    return results
+
+
+def rows_of(
+    results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
+) -> list[Row]:
+    """Returns the rows of the table for ways with these partitions."""
+    subject = DEALT if DEALT in results else OURS
+    seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
+    rows = [
+        measured(
+            f"speed of {subject} over {name}",
+            ratios(each, seconds[subject]),
+            goal=GOALS.get((subject, name)),
+            least=True,
+            note=f"layers {'-'.join(map(str, partitions[name]))}",
+        )
+        for name, each in seconds.items()
+        if name != subject
+    ]
+    first = next(iter(results))
+    peaks = {name: max(peak for _, peak in results[name]) for name in (first, subject)}
+    rows.append(
+        Row(what=f"activations of {subject} over {first}", value=peaks[subject] / peaks[first])
+    )
+    return rows
+
+
+def unequal_content(options: Any) -> Result:
+    """Measures all ways with one replica, and with two."""
+    steps = 3 if options.quick else 12
+    result = Result()
+    for ways in (ONE, TWO):
+        partitions = {name: partition_of(way) for name, way in ways.items()}
+        ranks = RANKS * next(iter(ways.values())).replicas
+        results = fork_ranks("benchmarks.unequal_content", ranks, LIMIT_S, partitions, steps)
+        result.add(Result(rows=rows_of(results, partitions), facts={f"{ranks} ranks": results}))
+    return result
+
+
+def main() -> int:
+    """Measures and prints; returns 1 if a goal is missed."""
+    options = parser_of(__doc__, ("unequal content",)).parse_args()
+    return measure({"unequal content": partial(unequal_content, options)}, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
