@@ -32,13 +32,7 @@ from megatron.adaptive.schedule.choose_by_simulation import evaluate  # noqa: E4
 from megatron.adaptive.schedule.memory_caps import with_rounding  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.workload import (  # noqa: E402
-    PS_PER_S,
-    StageProfile,
-    StageTimes,
-    Workload,
-    draw,
-)
+from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, Workload, draw  # noqa: E402
 from megatron.adaptive.trace.metrics import rank_figures  # noqa: E402
 from megatron.adaptive.trace.read import read_run  # noqa: E402
 
@@ -122,10 +116,7 @@ def profile_of(ranks: int) -> StageProfile:
     # Weight gradients take as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
     times = StageTimes.equal(
-        2 * ranks,
-        forward_s=linear + attention,
-        backward_s=linear + 2 * attention,
-        weight_s=linear,
+        2 * ranks, forward_s=linear + attention, backward_s=linear + 2 * attention, weight_s=linear
     )
     return StageProfile(times=times, attention_share=ATTENTION)
 
