@@ -86,7 +86,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
             for _ in range(4 if order == "time" else 1):
                 losses.append(pipeline.step(step)[0])
             require_equal(pipeline, gradients)
-            orders[order] = pipeline.order
+            orders[order] = pipeline.last_order
             assert pipeline.eval(step) == pytest.approx(losses[0], rel=1e-5)
             assert bool(pipeline.costs) == (order == "time")
             labels = {label for of_stage in pipeline.costs for label in of_stage}

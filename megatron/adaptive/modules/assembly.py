@@ -179,7 +179,7 @@ class Assembly:
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
-        sample_work: Counted work of each stage for each signature of the sample batch.
+        sample_work: Counted work of each segment for each signature of the sample batch.
     """
 
     cut_points: tuple[str, ...]
