@@ -25,6 +25,7 @@ morphs          60   tests.soak.elastic --part morphs start copies
 repartition     60   tests.soak.elastic --part repartition pieces
 diagnosis       90   tests.soak.diagnosis
 causes         120   tests.soak.causes
+noise           90   tests.soak.noisy_jobs
 kills           90   tests.soak.killed_ranks
 messages        60   tests.soak.message_stream
 rdma            60   tests.labs.rdma_speed

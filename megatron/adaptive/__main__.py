@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
+_ON_INTERRUPT = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and _ON_INTERRUPT is signal.default_int_handler:
+    # An interrupt during the imports below would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import difflib
 import importlib
 import os
@@ -51,6 +58,11 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
             "pretrain_gpt.train",
             "a model of examples/recipes, or of your own YAML file of flags",
             former="train",
+        ),
+        Subcommand(
+            "train finetune",
+            "finetune.main",
+            "a folder of transformers, on conversations or text, also with images",
         ),
         Subcommand(
             "train elastic",
@@ -201,6 +213,7 @@ _ADVICE = {
 which one to take:
   to see it work, here and now                          train single
   Llama 3, Qwen3, Mistral, DeepSeek-V2-Lite             train recipe
+  any model of transformers, to fine-tune it            train finetune
   machines that join, leave or fail while it trains     train elastic
   any GPT, started by your own torchrun or script       train rank, or pretrain_gpt.py
   a command line of Megatron-LM, all of its features    train megatron-lm
@@ -356,4 +369,6 @@ def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
 
 
 if __name__ == "__main__":
+    if _ON_INTERRUPT is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _ON_INTERRUPT)
     sys.exit(main())

@@ -269,6 +269,20 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
     assert stderr in ("stopped by the user\n", f"stopped by signal {number.name}\n")
 
 
+def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -> None:
+    """Imports of the program itself come before its handlers."""
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / "difflib.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.adaptive", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def _handled(status: Path) -> int:
     """Returns the mask of the signals that a process handles, 0 before it handles SIGHUP."""
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))

@@ -82,6 +82,11 @@ COMMANDS = (
     Command("train single", numbers="--pipeline_parallel", choices="--pipeline-schedule"),
     Command("job launch", numbers="--nproc-per-node --nnodes", paths="TRACE"),
     Command("train recipe", paths="TRACE"),
+    Command(
+        "train finetune --model {f} --data {f}/layers.json --output {f}/o",
+        numbers="--epochs --batch-size --lr --eval-share --seed --nproc-per-node",
+        choices="--dtype --recompute",
+    ),
     Command("data corpus --output-dir {f}/made", numbers="--vocab-size --workers --max-bytes"),
     Command(
         "data preprocess --input {f}/layers.json --output-prefix {f}/o",

@@ -18,8 +18,8 @@ from megatron.adaptive.errors import ConfigError
 
 from ..multiprocess.launch import ROOT, environment
 
-SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
-SMALL += "--max-position-embeddings 16 --vocab-size 100"
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+SMALL += "--max-position-embeddings 32 --vocab-size 100"
 # Few operations for much memory, most of it in the matrices of the vocabulary.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
@@ -112,6 +112,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) 
     [
         ({"tensor": 2, "pipeline": 2}, {"schedule": "zb-h1"}, 3),
         ({"pipeline": 2, "chunks": 2}, {"schedule": "adaptive", "partition": [1, 0, 0, 1]}, 1),
+        ({"pipeline": 2}, {"schedule": "adaptive", "sequence_slices": 2, "activation_cap": 2.5}, 1),
         ({"data": 4}, {"distributed_optimizer": True, "partition": [2]}, 2),
     ],
 )

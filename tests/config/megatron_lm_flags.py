@@ -1,4 +1,7 @@
-"""Names of Megatron-LM's flags as of megatron-core 0.15 and, below, of August 2026."""
+"""Names of Megatron-LM's flags as of megatron-core 0.15 and, below, of August 2026.
+
+Those of August are of the branches main and dev.
+"""
 
 _NAMES = """
 num-layers encoder-num-layers decoder-num-layers hidden-size ffn-hidden-size num-attention-heads
@@ -123,55 +126,63 @@ mamba-num-heads is-hybrid-model disable-mamba-mem-eff-path yaml-cfg sft sft-toke
 
 _LATER = """
 activation-offload-fraction async-strategy batch-invariant-backend chat-template
-ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo
-ckpt-fully-parallel-load-per-rank-objects ckpt-fully-parallel-load-process-group
-ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path
-create-all-gather-group dataloader-defer-npy-index-mmap dataloader-fast-cache-load
-dataloader-inter-document-masking ddp-param-name-patterns-for-fp32-local-accumulation
-delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks disable-jit-fuser
-dist-ckpt-workers enable-chunked-prefill enable-mhc-connections eval-global-batch-size
+chunked-optimizer-state-offload ckpt-drop-redundant-extra-state
+ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
+ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group
+ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path cp-partition-mode create-all-gather-group
+csa-compress-ratios csa-compress-rotary-base csa-dense-mode csa-window-size
+dataloader-defer-npy-index-mmap dataloader-fast-cache-load dataloader-inter-document-masking
+ddp-param-name-patterns-for-fp32-local-accumulation delay-offload-until-cuda-graph
+delta-offload-bytes-across-pp-ranks dense-grouped-gemm disable-grad-buffers-cpu-backup
+disable-jit-fuser disable-param-buffers-cpu-backup dist-ckpt-workers dynamic-context-parallel
+enable-chunked-prefill enable-hyper-connections enable-mhc-connections eval-global-batch-size
 eval-micro-batch-size exit-signal exit-signal-handler-for-dataloader
 exit-signal-handler-for-training expert-tensor-parallel-num-weight-shards fake-process-group
-fine-grained-offloading-max-inflight-offloads flash-attention-version flight-recorder-dump-path
-flight-recorder-include-stack-trace flight-recorder-trace-buffer-size freeze-all-layers
-fused-residual-rmsnorm gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
-gpu-sniff-test-interval gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
-gtp-remat-reduce-scatter-with-fp32-accumulation high-priority-a2a-comm-stream lion-beta1
-lion-beta2 log-device-memory-used log-memory-interval logits-load-decode-threads logits-load-dir
-logits-load-ignore-errors logits-load-kd-loss-alpha logits-load-msc-prefetch-depth
-logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k
-logits-save-top-p logits-save-top-p-min-k max-seqlen-per-dp-cp-rank mhc-init-gating-factor
-mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations mla-down-proj-fusion
-moe-combine-bwd-dtype moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor
-moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
-moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs
-moe-mlp-glu-interleave-size moe-ncclep-static-shape moe-ncclep-zero-copy
+fallback-to-eager-attn fine-grained-offloading-max-inflight-offloads flash-attention-version
+flight-recorder-dump-path flight-recorder-include-stack-trace flight-recorder-trace-buffer-size
+freeze-all-layers fused-residual-rmsnorm gdn-conv-pad-alignment gdn-pre-gated-delta-rule-fusion
+gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder gpu-sniff-test-interval
+grad-norm-skip-threshold gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
+gtp-remat-reduce-scatter-with-fp32-accumulation head-wise-attn-gate high-priority-a2a-comm-stream
+lion-beta1 lion-beta2 log-device-memory-used log-memory-interval log-moe-overload-factor
+logits-load-decode-threads logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha
+logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir logits-save-dtype
+logits-save-top-k logits-save-top-p logits-save-top-p-min-k max-seqlen-per-dp-cp-rank
+mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations
+min-dynamic-context-parallel-size mla-down-proj-fusion moe-combine-bwd-dtype moe-dispatch-fwd-dtype
+moe-expert-rank-capacity-factor moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute
+moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing
+moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens moe-mlp-glu-interleave-size
+moe-n-hash-layers moe-ncclep-static-shape moe-ncclep-use-symm-mem moe-ncclep-zero-copy
 moe-pad-experts-for-cuda-graph-inference moe-paged-stash moe-paged-stash-buffer-size-factor-cpu
-moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size
-moe-permute-fusion-into-hybridep moe-router-force-biased moe-router-quantile-balancing-ema
-moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits
-moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path
-moe-shared-expert-glu-interleave-size moe-single-grouped-bias moe-single-grouped-weight
-moe-use-grouped-tensor mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone
-mtp-use-repeated-layer mup-attn-scale-power mup-base-head-dim mup-base-hidden-size
-mup-embedding-mult mup-output-mult mup-width-mult no-ckpt-load-validate-sharding-integrity
-no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu no-flight-recorder-dump-on-timeout
-no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active no-pad-vocab-size
-no-save-tokenizer-assets no-stream-ckpt-dequant
-no-tokenizer-sentencepiece-ignore-extra-whitespaces no-use-layer-wise-param-layout
-no-weight-decay-cond-type no-yarn-correction-range-round-to-int num-speculative-tokens
-nvtx-ranges optimizer-cuda-graph otel-enabled otel-service-name otel-span-groups
-output-logit-dtype overlap-dispatch-backward-with-experts-wgrad override-ckpt-iteration
+moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size moe-permute-fusion-into-hybridep
+moe-router-force-biased moe-router-quantile-balancing-ema moe-routing-trace-capture-hidden-states
+moe-routing-trace-capture-logits moe-routing-trace-dump-weights moe-routing-trace-max-training-iters
+moe-routing-trace-path moe-shared-expert-glu-interleave-size moe-single-grouped-bias
+moe-single-grouped-weight moe-use-grouped-tensor mrope-interleaved mtp-detach-heads mtp-hsm
+mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer mup-attn-scale-power
+mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult
+no-ckpt-load-validate-sharding-integrity no-dsa-indexer-rotate-activation
+no-dsa-indexer-scoring-relu no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+no-flight-recorder-include-only-active no-pad-vocab-size no-save-tokenizer-assets
+no-stream-ckpt-dequant no-tokenizer-sentencepiece-ignore-extra-whitespaces
+no-use-layer-wise-param-layout no-weight-decay-cond-type no-yarn-correction-range-round-to-int
+num-residual-streams num-speculative-tokens nvtx-ranges o-groups o-lora-rank
+offload-optimizer-states optimizer-cuda-graph optimizer-state-offload-chunk-size-mb
+optimizer-state-offload-fraction otel-enabled otel-service-name otel-span-groups output-logit-dtype
+overlap-dispatch-backward-with-experts-wgrad override-ckpt-iteration pad-packed-seq-alignment
 phase-transition-iterations pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
-pytorch-profiler-collect-shapes record-shapes refit-method save-activations-interval
-save-dgrads-interval save-params-interval save-tokens-per-expert-interval save-wgrads-interval
-start-eval-at-iter step-batch-size-schedule tensor-parallel-num-weight-shards
+pytorch-profiler-collect-shapes record-shapes refit-method rotary-base-per-layer
+save-activations-interval save-dgrads-interval save-params-interval save-tokens-per-expert-interval
+save-wgrads-interval sequence-packing-scheduler start-eval-at-iter step-batch-size-schedule
+tensor-parallel-num-weight-shards thd-max-packed-sequences thd-tail-padding-policy
 tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy
-tokenizer-special-tokens use-gigatoken use-grouped-gemm-for-dense-mlp
-use-grouped-gemm-for-shared-expert use-kitchen-attention use-mup
-use-same-sampling-seed-across-dp-ranks use-transformer-engine-op-fuser validation-set-names
-verify-integrity yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int
-yarn-original-max-position-embeddings
+tokenizer-special-tokens use-fused-mhc use-gigatoken use-grouped-gemm-for-dense-mlp
+use-grouped-gemm-for-shared-expert use-kitchen-attention use-layer-wise-distributed-optimizer
+use-layer-wise-param-layout use-mup use-same-sampling-seed-across-dp-ranks
+use-transformer-engine-op-fuser use-varlen-dataset validation-set-names
+varlen-mock-dataset-config-json varlen-sbhd-validation verify-integrity yarn-beta-fast
+yarn-beta-slow yarn-correction-range-round-to-int yarn-original-max-position-embeddings
 """
 
 ALL = tuple("--" + name for name in (_NAMES + _LATER).split())

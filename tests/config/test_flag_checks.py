@@ -43,6 +43,14 @@ BROKEN = """\
 --window-rotary-base 100 => --window-rotary-base 100 | --window-size
 --num-experts 4 --moe-router-group-best 2 => --moe-router-group-best 2 | --moe-router-num-groups
 --sequence-slices 3 => --sequence-slices 3 | 32 tokens | slices of 10 | at least 16 | 2 or fewer
+--sequence-slices auto => --sequence-slices auto | --pipeline-schedule auto
+--sequence-slices auto --pipeline-schedule auto => auto | --pipeline-model-parallel-size above 1
+--sequence-slices auto --pipeline-schedule auto PP2 --variable-seq-lengths @2
+    => --sequence-slices auto | --variable-seq-lengths
+--sequence-slices auto --pipeline-schedule auto PP2 --seq-length 31 @2
+    => --sequence-slices auto | --seq-length 31 | too short | 32
+--sequence-slices none => --sequence-slices | 'none'
+--sequence-slices 0 => --sequence-slices | 0 is too small, give at least 1
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b

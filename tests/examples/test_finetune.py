@@ -1,170 +1,41 @@
-"""The example that fine-tunes a folder of transformers: losses fall, and transformers reads it."""
+"""The example that fine-tunes a folder of transformers, and that transformers reads the result."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import random
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.adaptive.errors import ConfigError
-
-from ..multiprocess.launch import ROOT, environment
+from ..multiprocess.launch import ROOT, run_ranks, tail
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from ..support.tuned_models import loss_of_transformers, write_image_data, write_image_model
 
-pytestmark = pytest.mark.multiprocess
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-)
+EXAMPLE = ROOT / "examples" / "finetune" / "finetune.py"
 
 
-def write_model(folder: Path) -> None:
-    """Writes a small model with random weights and a tokenizer with a token for each letter."""
-    letters = [chr(code) for code in range(32, 127)]
-    special = ["<pad>", "</s>", "<user>", "<assistant>"]
-    vocabulary = {token: index for index, token in enumerate(special + letters)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="?",
-        additional_special_tokens=special[2:],
-        chat_template=TEMPLATE,
+@pytest.mark.multiprocess
+def test_a_folder_with_images_is_tuned_with_adapters(tmp_path: Path) -> None:
+    model, tuned = tmp_path / "model", tmp_path / "tuned"
+    write_image_model(model)
+    data = write_image_data(tmp_path / "data")
+    command = f"{EXAMPLE} --model {model} --data {data} --output {tuned} --lora-rank 4 --lr 0.05"
+    log = tmp_path / "output.txt"
+    assert run_ranks(command.split(), world_size=2, log=log, limit_s=150.0) == 0, tail(log)
+    printed = log.read_text()
+    losses = re.findall(r"step (\d+): loss ([\d.]+)", printed)
+    assert [int(step) for step, _ in losses] == [1, 2, 3]
+    order = list(range(20))
+    random.Random(1).shuffle(order)
+    held_out, trained = order[:3], order[3:]
+    random.Random(0).shuffle(trained)
+    assert float(losses[0][1]) == pytest.approx(
+        loss_of_transformers(model, data, trained[:8]), rel=1e-5
     )
-    fast.save_pretrained(folder)
-    torch.manual_seed(1)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), num_attention_heads=4, num_key_value_heads=2, **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def write_data(path: Path) -> None:
-    """Writes conversations and texts of different lengths."""
-    lines = []
-    for number in range(40):
-        question = {"role": "user", "content": f"{number} times two?"}
-        answer = {"role": "assistant", "content": f"It is {2 * number}." + " Yes." * (number % 3)}
-        messages = {"messages": [question, answer]}
-        text = {"text": "one, two, " * (number % 5 + 1)}
-        lines.append(json.dumps(messages if number % 4 else text))
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_folder_is_tuned_and_saved(tmp_path: Path, rank: int) -> None:
-    write_model(tmp_path / "model")
-    write_data(tmp_path / "train.jsonl")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "examples/finetune/finetune.py"),
-            *("--model", str(tmp_path / "model"), "--data", str(tmp_path / "train.jsonl")),
-            *("--output", str(tmp_path / "tuned"), "--lora-rank", str(rank)),
-            *("--epochs", "3", "--lr", "1e-2", "--length-multiple", "32", "--eval-share", "0.1"),
-        ],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"evaluation loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 3
-    # Adapters in layers of random weights, before an output layer that stays, change little.
-    assert losses[2] < (1.0 if rank else 0.9) * losses[0]
-    tuned: Any
-    if rank:
-        from peft import PeftModel
-
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-        tuned = PeftModel.from_pretrained(base, str(tmp_path / "tuned"))
-    else:
-        tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tuned")
-    text = tokenizer("one, two, one, two, ", return_tensors="pt")
-    loss = tuned(**text, labels=text["input_ids"]).loss
-    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert loss < before(**text, labels=text["input_ids"]).loss - (0 if rank else 1)
-
-
-def load_example() -> Any:
-    """Imports the example as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "finetune", ROOT / "examples/finetune/finetune.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    finetune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetune)
-    return finetune
-
-
-@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
-def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """However the template writes the tag around them."""
-    finetune = load_example()
-    write_model(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
-    question = {"role": "user", "content": "one?"}
-    answer = {"role": "assistant", "content": "two"}
-    options = SimpleNamespace(max_length=64, length_multiple=8)
-    line = json.dumps({"messages": [question, answer]})
-    labels = finetune.encode(tokenizer, line, options)["labels"][0]
-    assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
-    options.max_length = 4
-    assert finetune.num_learned([finetune.encode(tokenizer, line, options)]) == [0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"--model": "nowhere"}, "--model nowhere has no tokenizer"),
-        ({"--data": "nowhere.jsonl"}, "--data nowhere.jsonl cannot be read"),
-        ({"--data": "wrong.jsonl"}, "wrong.jsonl:2 is no sample (KeyError: 'text')"),
-        ({"--data": "broken.jsonl"}, "broken.jsonl:1 is no sample (JSONDecodeError: "),
-        ({"--data": "empty.jsonl"}, "--data empty.jsonl has no samples"),
-        ({"--output": "model"}, "--output model exists and is not empty: name a new folder"),
-    ],
-)
-def test_wrong_input_is_named_in_one_line_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "model")
-    write_data(tmp_path / "train.jsonl")
-    Path("wrong.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
-    Path("broken.jsonl").write_text('{"text": \n')
-    Path("empty.jsonl").write_text("\n")
-    options = {"--model": "model", "--data": "train.jsonl", "--output": "tuned", **flags}
-    program = load_example()
-    arguments = [argument for option in options.items() for argument in option]
-    monkeypatch.setattr(sys, "argv", ["finetune.py", *arguments])
-    with pytest.raises(ConfigError) as caught:
-        program.main()
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    evaluated = re.search(r"evaluation loss ([\d.]+)", printed)
+    assert evaluated is not None
+    expected = loss_of_transformers(model, data, held_out, adapters=tuned)
+    assert float(evaluated[1]) == pytest.approx(expected, rel=1e-5)
+    assert expected != pytest.approx(loss_of_transformers(model, data, held_out), rel=1e-3)

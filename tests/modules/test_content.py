@@ -151,6 +151,27 @@ def test_recordings_are_bounded_and_reported_once(
     assert len(pipeline._assembly.recordings._kept) == 2
 
 
+def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
+    """The model runs once for it, and once more when the other mode needs the same shapes."""
+    modes = []
+    model = viewer()
+    model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
+    pipeline = Pipeline(model, SAMPLE, **VIEWER)
+    opened.append(pipeline)
+    modes.clear()
+    trained, evaluated = viewed(2, 6), viewed(1, 7)
+    expected_losses = [float(viewer()(**part).detach()) for part in (trained, evaluated)]
+    for _ in range(2):
+        assert pipeline.step([trained])[0] == pytest.approx(expected_losses[0], rel=1e-5)
+        assert pipeline.eval([evaluated]) == pytest.approx(expected_losses[1], rel=1e-5)
+    assert modes == [True, False]
+    assert pipeline.eval([trained]) == pytest.approx(expected_losses[0], rel=1e-5)
+    assert pipeline.step([evaluated])[0] == pytest.approx(expected_losses[1], rel=1e-5)
+    assert modes == [True, False, False, True]
+    assert pipeline.step([trained, evaluated])[0] == pytest.approx(sum(expected_losses) / 2)
+    assert len(modes) == 4
+
+
 def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
     with pytest.raises(ConfigError, match=r"cut point layer_cuts.0 is not passed"):
         Pipeline(viewer(), [viewed(0, 4)], **VIEWER)

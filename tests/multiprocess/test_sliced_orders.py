@@ -79,3 +79,25 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     run = read_run(traces)
     assert run.num_slices == 2
     assert run.iterations[-1] in run.complete_iterations()
+
+
+def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = "--train-iters 10 --global-batch-size 2"
+    ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
+    # Each action takes its time, however few tokens it has, so slices only add time.
+    monkeypatch.setenv("LAYER_MS", "10")
+    traces = tmp_path / "traces"
+    auto = f"{longer} --pipeline-schedule auto --sequence-slices auto --trace-dir {traces}"
+    assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
+    log = (tmp_path / "auto.txt").read_text()
+    # Sequences of 64 tokens have at most 4 slices.
+    assert "auto has measured 4 slices, and measures 2 next" in log
+    assert "sequences now run in 2 slices: built again" in log
+    assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
+    # A busy machine may hide what slices add.
+    number = 1 if "sequences are now whole: built again" in log else 2
+    run = read_run(traces)
+    assert run.num_slices == number
+    assert run.iterations[-1] in run.complete_iterations()

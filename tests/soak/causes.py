@@ -36,10 +36,10 @@ from megatron.adaptive.trace.machine_counters import (  # noqa: E402
     DISK_WAIT,
     MEMORY_WAIT,
     PROCESSOR_WAIT,
-    RESENT_SEGMENTS,
     STEAL,
     THROTTLED,
 )
+from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS  # noqa: E402
 from megatron.adaptive.trace.read import read_run  # noqa: E402
 from tests.multiprocess.launch import Ranks, tail  # noqa: E402
 from tests.support.control_groups import (  # noqa: E402
@@ -93,8 +93,8 @@ class Case:
 
     Attributes:
         plant: Function that plants it; its plant is ``None`` if this machine cannot.
-        right: What a right diagnosis names: cause and counter of the reason.
-        also: What it may name as well, because it follows from the planted cause.
+        right: Findings of a right diagnosis, as cause and counter of the reason.
+        also: Findings that follow from the planted cause.
     """
 
     plant: Planting
@@ -109,7 +109,7 @@ class Answer:
     Attributes:
         name: Name of the planted cause.
         verdict: One of :data:`RIGHT`, :data:`WRONG` and :data:`MISSED`.
-        named: What the diagnosis named.
+        named: Findings of the diagnosis.
         text: The diagnosis as text.
     """
 
@@ -216,8 +216,8 @@ def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
             f"tbf rate {draw.randint(12, 20)}mbit burst 6kb limit 12kb",
         )
         for rule in rules:
-            words = [*inside, "tc", "qdisc", "add", "dev", "lo", "root", *rule.split()]
-            if subprocess.run(words, capture_output=True).returncode == 0:
+            command = [*inside, "tc", "qdisc", "add", "dev", "lo", "root", *rule.split()]
+            if subprocess.run(command, capture_output=True).returncode == 0:
                 yield Plant(flags=("--transport", "gloo"), network=name)
                 return
         yield None
@@ -259,7 +259,7 @@ _SYMPTOMS = frozenset((("spikes", ""),))
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on a diagnosis, and what it names."""
+    """Returns the verdict on a diagnosis, and its findings in short."""
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -361,13 +361,13 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
         note = f"{counts[RIGHT]} right, {counts[WRONG]} wrong, {counts[MISSED]} missed"
         rows.append(Row(what=f"cause: {name}", value=counts[RIGHT] / total, note=note))
     counts = Counter(answer.verdict for answer in judged)
-    for what, count, goal, least in (
+    for title, count, goal, least in (
         ("causes named right", counts[RIGHT], 0.95, True),
         ("wrong causes named", counts[WRONG], 0.01, False),
     ):
         note = f"{count} of {len(judged)} jobs"
         value = count / len(judged) if judged else None
-        rows.append(Row(what=what, value=value, goal=goal, least=least, note=note))
+        rows.append(Row(what=title, value=value, goal=goal, least=least, note=note))
     return rows
 
 

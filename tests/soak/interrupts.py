@@ -39,6 +39,12 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
 """Names of the signals; a process that is stopped continues after a while."""
 STOPPED_S = (0.5, 4.0)
 """Bounds of the time in seconds for which a process is stopped."""
+SPAN = 1.6
+"""Latest moment of a signal, as a multiple of the time of a whole undisturbed job.
+
+Such a job consists of a start, a few steps and an end. Later moments are in the middle of steps,
+like many earlier ones, and cost processor time twice: the reference repeats all steps.
+"""
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
 """Seconds after which a job that continues in spite of a signal is asked to end."""
@@ -330,11 +336,11 @@ def run_chains(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) 
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Asks a job to end after some steps; returns the outcome and the seconds of the whole job."""
+    """Asks a job to end after some steps; returns the outcome and the latest moment of a signal."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
-    span_s = 2.5 * (time.monotonic() - job.begun_s)
+    span_s = SPAN * (time.monotonic() - job.begun_s)
     job.root.send_signal(signal.SIGTERM)
     outcome = _judge(chain, job, number, f"{chain.kind} undisturbed", job.wait(END_LIMIT_S))
     return outcome, span_s

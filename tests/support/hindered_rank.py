@@ -82,7 +82,8 @@ def read_mapped(path: str, group: Path) -> None:
         result = forward(stages, *arguments)
         for offset in range(0, len(content), mmap.PAGESIZE):
             content[offset]
-        if next(calls) == FREE_FORWARDS:  # by then memory for the optimizer is allocated
+        # The optimizer allocates its memory in the first steps, and must not lack any.
+        if next(calls) == FREE_FORWARDS:
             room = int(len(content) * (1 - ROOM_OF_FILE))
             limit.write_text(str(int(usage.read_text()) - room))
         return result
@@ -117,19 +118,19 @@ def slow_down_layer(index: int, seconds: float) -> None:
 
 def hinder() -> None:
     """Does to this process what the environment says."""
-    given = os.environ
-    if "PINNED" in given:
-        os.sched_setaffinity(0, {int(given["PINNED"])})
-    if "GROUP" in given:
-        Path(given["GROUP"], "cgroup.procs").write_text(str(os.getpid()))
-    if "READ_S" in given:
-        read_slowly(float(given["READ_S"]))
-    if "READ_FILE" in given:
-        read_from_disk(given["READ_FILE"])
-    if "MAPPED_FILE" in given:
-        read_mapped(given["MAPPED_FILE"], Path(given["GROUP"]))
-    if "SLOW_LAYER" in given:
-        index, _, seconds = given["SLOW_LAYER"].partition(":")
+    variables = os.environ
+    if "PINNED" in variables:
+        os.sched_setaffinity(0, {int(variables["PINNED"])})
+    if "GROUP" in variables:
+        Path(variables["GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+    if "READ_S" in variables:
+        read_slowly(float(variables["READ_S"]))
+    if "READ_FILE" in variables:
+        read_from_disk(variables["READ_FILE"])
+    if "MAPPED_FILE" in variables:
+        read_mapped(variables["MAPPED_FILE"], Path(variables["GROUP"]))
+    if "SLOW_LAYER" in variables:
+        index, _, seconds = variables["SLOW_LAYER"].partition(":")
         slow_down_layer(int(index), float(seconds))
 
 

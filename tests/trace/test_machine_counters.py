@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace import machine_counters
+from megatron.adaptive.trace import machine_counters, network_counters
 from megatron.adaptive.trace.machine_counters import (
     CLOCK,
     CLOCK_LIMIT,
@@ -21,10 +21,16 @@ from megatron.adaptive.trace.machine_counters import (
     OWN_BUSY,
     PROCESSOR_WAIT,
     PROCESSORS,
-    SENT_SEGMENTS,
     MachineCounters,
 )
-from megatron.adaptive.trace.tcp_counters import increase
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    SENT_SEGMENTS,
+    increase,
+)
 
 STAT = b"cpu  100 20 30 4000 50 6 7 80 9 0\ncpu0 50 10 15 2000 25 3 4 40 0 0\nintr 1 2 3\n"
 PRESSURE = (
@@ -170,3 +176,39 @@ def test_segments_of_own_connections_are_counted() -> None:
 def test_a_connection_that_was_replaced_does_not_count() -> None:
     before = {3: (50, 4), 4: (10, 0), 5: (7, 1)}
     assert increase(before, {3: (60, 5), 4: (2, 0), 6: (99, 9)}) == (10, 1)
+
+
+def test_ports_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks, devices = tmp_path / "net", tmp_path / "infiniband"
+    for name, speed, has_device in (
+        ("eth0", "25000", True),
+        ("eth1", "-1", True),
+        ("lo", "", False),
+    ):
+        folder = networks / name / "statistics"
+        folder.mkdir(parents=True)
+        (networks / name / "speed").write_text(f"{speed}\n")
+        if has_device:
+            (networks / name / "device").mkdir()
+        for counter in ("rx_errors", "tx_errors", "tx_dropped"):
+            (folder / counter).write_text("4\n")
+    port = devices / "mlx5_0" / "ports" / "1"
+    for path, text in (
+        ("rate", "100 Gb/sec (4X EDR)\n"),
+        ("counters/port_xmit_wait", "70\n"),
+        ("hw_counters/packet_seq_err", "1\n"),
+    ):
+        (port / path).parent.mkdir(parents=True, exist_ok=True)
+        (port / path).write_text(text)
+    monkeypatch.setattr(network_counters, "_NETWORKS", networks)
+    monkeypatch.setattr(network_counters, "_RDMA_DEVICES", devices)
+    counters = MachineCounters()
+    counters.begin()
+    (networks / "eth0" / "statistics" / "rx_errors").write_text("10\n")
+    (networks / "lo" / "statistics" / "rx_errors").write_text("999\n")
+    (port / "counters" / "port_xmit_wait").write_text("90\n")
+    (port / "hw_counters" / "packet_seq_err").write_text("4\n")
+    counts = counters.end()
+    counters.close()
+    assert (counts[LINK_ERRORS], counts[LINK_PAUSES], counts[LINK_RETRIES]) == (6, 20, 3)
+    assert counts[LINK_SPEED] == 25_000

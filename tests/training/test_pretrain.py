@@ -163,7 +163,7 @@ def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
     job = types.SimpleNamespace(accelerator=GPU, gather=lambda mine: [mine, False])
     live: Any = types.SimpleNamespace(
         log=types.SimpleNamespace(message=said.append),
-        config=types.SimpleNamespace(schedule=schedule),
+        config=types.SimpleNamespace(schedule=schedule, slices_to_choose=()),
         run=types.SimpleNamespace(job=job, placement=types.SimpleNamespace(num_ranks=2)),
         step=types.SimpleNamespace(times=None),
     )

@@ -31,6 +31,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.collectives import CollectiveFigures, collective_figures
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, LayerFigures, layer_figures
@@ -48,6 +49,16 @@ from megatron.adaptive.trace.views.view import (
 
 _TRACE = f"{PROGRAM} trace"
 _Iterations = tuple[int, ...] | None
+_COLLECTIVE_COLUMNS = (
+    "collective",
+    "ranks",
+    "number",
+    "size",
+    "wait",
+    "transfer",
+    "of a step",
+    "waited for",
+)
 _LAYER_COLUMNS = ("layer", "pipeline rank", "forward", "backward", "of a step", "slowest rank")
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
@@ -92,23 +103,31 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints the causes that slow a run, and remedies; returns the exit status."""
+    """Prints the causes that slow a run, or on what it hangs; returns the exit status.
+
+    A folder with dumps of torch's flight recorder is one of a job that hangs.
+    """
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
+    from megatron.adaptive.trace.flight_recorder import dump_files, find_stuck, read_dumps
 
     def find(run: RunTrace, iterations: _Iterations, arguments: argparse.Namespace) -> Diagnosis:
         return diagnose(run, iterations, arguments.cause)
+
+    def find_hang(folder: Path | None) -> Any:
+        return find_stuck(read_dumps(folder)) if folder and dump_files(folder) else None
 
     names = ", ".join(cause.name for cause in built_in_causes())
     parser = _parser(
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
-        f"Searches for: {names}.",
+        f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
+        "(nccl_trace_rank_N), name the collective that does not end and the late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument
     add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
-    return _answer(parser, argv, find)
+    return _answer(parser, argv, find, find_hang)
 
 
 def what_if_run(argv: Sequence[str]) -> int:
@@ -125,18 +144,28 @@ def what_if_run(argv: Sequence[str]) -> int:
     return _answer(parser, argv, lambda run, iterations, arguments: what_if(run, iterations))
 
 
-def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
+def _answer(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    find: Callable[..., Any],
+    find_other: Callable[[Path | None], Any] | None = None,
+) -> int:
     """Analyzes a run and prints the result; also draws a picture if requested.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run, given the run, its iterations and the parsed flags.
+        find_other: Function that analyzes a folder with other files than traces, and returns
+            ``None`` for traces.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
     parser.set_defaults(picture=None)
     arguments = parser.parse_args(argv)
+    if find_other is not None and (other := find_other(arguments.run_dir)) is not None:
+        _print_result(other, as_json=arguments.json)
+        return 0
     run = load_run(arguments.run_dir)
     result = find(run, _chosen_iterations(run, arguments, None), arguments)
     if arguments.picture is not None:
@@ -419,6 +448,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
         ],
         **_experts(run, step.iteration),
         **_layers(run, step.iteration),
+        **_collectives(run, step.iteration),
         "missing": step.missing,
         "lengths": step.lengths,
         "run": run.run,
@@ -451,6 +481,34 @@ def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
     """Returns the times of each layer in an iteration, empty if the trace has none."""
     figures = layer_figures(run, iteration)
     return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
+
+
+def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
+    """Returns the times of each kind of collective, empty if the trace has none."""
+    figures = collective_figures(run, iteration)
+    return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
+
+
+def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
+    """Returns a table of the kinds of collectives as lines of text, empty without any."""
+    if not figures:
+        return []
+    rows = [_COLLECTIVE_COLUMNS]
+    for figure in sorted(figures, key=lambda figure: -figure.wait_ms - figure.transfer_ms):
+        whole_ms = figure.wait_ms + figure.transfer_ms
+        rows.append(
+            (
+                f"{figure.kind} {figure.operation}",
+                str(figure.size),
+                f"{figure.count:.4g}",
+                f"{figure.size_bytes / 1024:.4g} KiB",
+                f"{figure.wait_ms:.2f} ms",
+                f"{figure.transfer_ms:.2f} ms",
+                f"{whole_ms / max(step_ms, 1e-9):.1%}",
+                f"{figure.last_rank}: {figure.last_ms:.2f} ms",
+            )
+        )
+    return ["", *aligned(rows, 1)]
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
@@ -533,6 +591,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
     if "experts" in report:
         lines += _expert_lines(report["experts"], report["step_ms"])
     lines += _layer_lines(layer_figures(run, step.iteration), report["step_ms"])
+    lines += _collective_lines(collective_figures(run, step.iteration), report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
 

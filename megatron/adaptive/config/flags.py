@@ -98,6 +98,7 @@ def flag(
     derived: str = "",
     takes_value: bool = False,
     reader: Callable[[str], Any] | None = None,
+    named_values: Mapping[str, int] | None = None,
     detail: str = "",
 ) -> Any:
     """Declares a dataclass field that a command line flag sets.
@@ -116,6 +117,7 @@ def flag(
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
         reader: Function that converts the argument's text to a value. If the text is invalid, it
             raises ``ValueError`` with the reason.
+        named_values: Numbers outside of the limits that stand for words, by word.
         detail: Longer description that ``--help`` shows instead of ``help_text``.
     """
     options = {
@@ -127,6 +129,7 @@ def flag(
         "derived": derived,
         "takes_value": takes_value,
         "reader": reader,
+        "named_values": named_values or {},
         "detail": detail,
     }
     if unit is not None:
@@ -192,6 +195,7 @@ class FieldSpec:
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
         reader: Function that converts the argument's text to a value. If the text is invalid, it
             raises ``ValueError`` with the reason.
+        named_values: Numbers outside of the limits that stand for words, by word.
         detail: Longer description that ``--help`` shows instead of ``help``.
     """
 
@@ -211,6 +215,7 @@ class FieldSpec:
     derived: str = ""
     takes_value: bool = False
     reader: Callable[[str], Any] | None = None
+    named_values: Mapping[str, int] = field(default_factory=dict)
     detail: str = ""
 
     @property
@@ -306,7 +311,7 @@ class FieldSpec:
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
-        return f"{self.name} {value}"
+        return f"{self.name} {self._word(value)}"
 
     def convert(self, argument: str) -> Any:
         """Converts one command line argument to a value of this field.
@@ -316,6 +321,8 @@ class FieldSpec:
         """
         if self.reader is not None:
             return self.reader(argument)
+        if argument in self.named_values:
+            return self.named_values[argument]
         value = _convert_base(self.base, argument)
         self.check(value)
         return value
@@ -339,6 +346,8 @@ class FieldSpec:
                 value = math.inf
         if type(value) is not self.base:
             return self.convert(str(value))
+        if type(value) is int and value in self.named_values.values():
+            return value
         if isinstance(value, int):
             _check_size(value, str(value))
         if isinstance(value, str):
@@ -353,7 +362,11 @@ class FieldSpec:
         if isinstance(value, tuple):
             joint = "," if "," in self.unit else "-"
             return [self.name, *([joint.join(map(str, value))] if self.reader else map(str, value))]
-        return [self.name, str(value)]
+        return [self.name, str(self._word(value))]
+
+    def _word(self, value: Any) -> Any:
+        """Returns the word that a number stands for, or the value itself."""
+        return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
         """Checks that a value is one of the choices and within the bounds.

@@ -74,6 +74,10 @@ _NAMES = {
     "fp8_param": "--fp8-param-gather",
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "num_buckets": "--ddp-num-buckets",
+    "param_name_patterns_for_fp32_local_accumulation": (
+        "--ddp-param-name-patterns-for-fp32-local-accumulation"
+    ),
 }
 # Defaults and choices on Megatron-LM's command line that differ from those in megatron-core's
 # classes.
@@ -236,8 +240,9 @@ def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
     options: dict[str, Any] = {}
     base: Any
     if kind.startswith("Literal["):
-        base = str
-        options = {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
+        choices = tuple(ast.literal_eval(f"({kind[8:-1]},)"))
+        base = type(choices[0])
+        options = {"choices": choices}
     elif kind == "Union[int, list[int]]":
         base = str
         options = {"reader": _pattern, "unit": "N|LIST"}

@@ -21,7 +21,8 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 
-_NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpoints; use adam"
+_OTHERS = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
+_NOT_MOVED = "the trainer saves and moves the state of one optimizer for all weights; use adam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class OptimizerConfig:
         "Optimizer.",
         "adam",
         choices=("adam", "sgd"),
-        refused_choices={"muon": _NO_MUON, "dist_muon": _NO_MUON},
+        refused_choices=dict.fromkeys(_OTHERS, _NOT_MOVED),
     )
     lr: Positive = required("Highest learning rate.")
     min_lr: NonNegative = flag("Lowest learning rate after the warm-up.", 0.0)

@@ -20,7 +20,7 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, selectable_names
-from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, SLICE_CUTS
+from megatron.adaptive.config.sequence_slices import CHOSEN_SLICES, LEAST_TOKENS, SLICE_CUTS
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
@@ -299,9 +299,11 @@ class ScheduleConfig:
     sequence_slices: Count = flag(
         "Number of slices into which each sequence is cut. A slice is the piece of "
         "work that a stage runs at a time, so a rank keeps less memory, and waits less if there "
-        "are few microbatches.",
+        "are few microbatches. With --pipeline-schedule auto, the number may be auto: it is chosen "
+        "by simulation, after steps with two numbers of slices.",
         1,
         unit="SLICES",
+        named_values={"auto": CHOSEN_SLICES},
     )
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
         "Number of tokens in each slice, instead of a number of slices. With "
@@ -340,9 +342,10 @@ class ScheduleConfig:
     )
     trace_detail: str = flag(
         "With --trace-dir: measure only actions in traced iterations, or also the forward and "
-        "backward of each transformer layer (layers).",
+        "backward of each transformer layer (layers), or these and the collectives of each "
+        "process group of the model (collectives).",
         "actions",
-        choices=("actions", "layers"),
+        choices=("actions", "layers", "collectives"),
     )
     diagnose_interval: Natural = flag(
         "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
@@ -350,6 +353,11 @@ class ScheduleConfig:
         100,
         unit="ITERATIONS",
     )
+
+    @property
+    def chooses_slices(self) -> bool:
+        """Whether the number of slices is chosen in the first steps."""
+        return self.sequence_slices == CHOSEN_SLICES
 
     @property
     def is_rule(self) -> bool:

@@ -41,6 +41,10 @@ SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 
 LEAST_TOKENS = 16
 """Smallest number of tokens in a slice."""
+CHOSEN_SLICES = 0
+"""Value of ``--sequence-slices auto``."""
+_MOST_CHOSEN = 32
+_FIRST = 8
 
 
 def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
@@ -220,6 +224,25 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
         before = min(max(math.floor(point / multiple + 1e-9), first), last)
         ends.append(before * multiple)
     return (*ends, length)
+
+
+def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
+    """Returns the numbers of slices that ``--sequence-slices auto`` chooses from, ascending.
+
+    Args:
+        length: Number of tokens in a sequence.
+        multiple: Number that divides the length of each slice.
+    """
+    most = min(_MOST_CHOSEN, length // least_row(1, multiple))
+    return tuple(2**exponent for exponent in range(max(1, most).bit_length()))
+
+
+def first_number(length: int, multiple: int) -> int:
+    """Returns the number of slices in the first steps of ``--sequence-slices auto``.
+
+    Half of it is measured next. The arguments are those of :func:`numbers_to_choose`.
+    """
+    return min(_FIRST, numbers_to_choose(length, multiple)[-1])
 
 
 def least_row(slices: int, multiple: int) -> int:

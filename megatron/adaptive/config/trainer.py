@@ -22,7 +22,13 @@ from megatron.adaptive.config.schedule import (
     parse_layout,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
-from megatron.adaptive.config.sequence_slices import SliceRule, least_row, slice_ends
+from megatron.adaptive.config.sequence_slices import (
+    SliceRule,
+    first_number,
+    least_row,
+    numbers_to_choose,
+    slice_ends,
+)
 from megatron.adaptive.errors import ConfigError
 
 
@@ -135,10 +141,19 @@ class TrainerConfig:
     def num_slices(self) -> int:
         """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
         tokens = self.schedule.slice_tokens
+        if self.schedule.chooses_slices:
+            return first_number(self.model.seq_length, self._slice_multiple)
         if tokens is None:
             return self.schedule.sequence_slices
         length = self.model.seq_length
         return max(1, min(-(-length // tokens), length // least_row(1, self._slice_multiple)))
+
+    @property
+    def slices_to_choose(self) -> tuple[int, ...]:
+        """Numbers of slices to choose from in the first steps; empty if the number is given."""
+        if not self.schedule.chooses_slices:
+            return ()
+        return numbers_to_choose(self.model.seq_length, self._slice_multiple)
 
     @property
     def constant_slices(self) -> int:
@@ -345,5 +360,9 @@ _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler
     manual_gc_eval ckpt_fully_parallel_save_deprecated use_dist_ckpt_deprecated
+    muon_split_qkv soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo
+    adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps num_buckets
+    use_layer_wise_distributed_optimizer expert_gtp_weight_remat_size
+    fsdp_all_gather_in_start_param_sync cuda_graph_use_single_mempool
     """.split()
 )

@@ -20,13 +20,13 @@ the engine itself delays weight gradients and frees activations; use --split-bac
 only Megatron-LM's own converter makes experts from a dense checkpoint; drop the flag
     moe-use-upcycling moe-upcycling-granularity
 experts get tokens by this run's router, not by a recorded one; drop the flag
-    moe-enable-routing-replay
+    moe-enable-routing-replay moe-n-hash-layers
 it was renamed long ago; use --expert-tensor-parallel-size
     moe-extended-tp
 it turns on parts of megatron-core that change from version to version; drop the flag
     enable-experimental
 latent attention is the only variant that is supported; use --multi-latent-attention
-    experimental-attention-variant linear-attention-type experimental-attention-*
+    experimental-attention-variant linear-attention-type experimental-attention-* o-groups
 it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm
     qk-clip log-max-attention-logit
 state space and hybrid models are not supported; drop the flag
@@ -45,6 +45,7 @@ training is in float32, --fp16 or --bf16; use one of these
 optimizer state is kept in float32 on the device; split it with --use-distributed-optimizer
     use-precision-aware-optimizer optimizer-cpu-offload dump-param-to-param-group-map
     num-distributed-optimizer-instances overlap-param-gather-with-optimizer-step
+    use-layer-wise-distributed-optimizer chunked-optimizer-state-offload offload-optimizer-states
 activations stay on the device; lower them with --recompute-granularity
     cpu-offloading-num-layers fine-grained-activation-offloading
 the engine frees activations in the order that it chooses at run time; drop the flag
@@ -53,7 +54,7 @@ all tensor-parallel ranks of a stage hold their parts of its weights; use
 --use-distributed-optimizer
     tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards
 layers have one residual stream; drop the flag
-    enable-mhc-connections
+    enable-mhc-connections enable-hyper-connections
 learning rate and initialization do not follow the width; set --lr and --init-method-std
     use-mup
 fully sharded data parallelism replaces the pipeline; use --use-distributed-optimizer
@@ -68,8 +69,8 @@ does not set up; drop the flag
 only this trainer sets up communicators; drop the flag
     nccl-communicator-config-path use-nccl-ub use-sharp high-priority-stream-groups
     use-tp-pp-dp-mapping hierarchical-context-parallel-sizes hybrid-context-parallel
-    disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init
-    ddp-num-buckets nccl-* create-all-gather-group
+    disable-gloo-process-groups distributed-timeout-seconds-after-init lazy-mpu-init ddp-num-buckets
+    nccl-* create-all-gather-group dynamic-context-parallel
 torch reads settings of its flight recorder from the environment; set TORCH_FR_BUFFER_SIZE there
     flight-recorder-dump-path
 each rank computes its own part; predict a step with python -m megatron.adaptive plan or simulate
@@ -82,7 +83,7 @@ metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or 
     log-energy log-progress otel-enabled
 only Megatron-LM's own trainer writes these tensors and choices; drop the flag
     save-activations-interval save-wgrads-interval save-dgrads-interval save-params-interval
-    save-tokens-per-expert-interval moe-routing-trace-path
+    save-tokens-per-expert-interval moe-routing-trace-path log-moe-overload-factor
 there is no distillation from saved logits; drop the flag
     logits-load-dir logits-save-dir
 this trainer's traces show slow ranks; use --trace-dir
@@ -121,6 +122,10 @@ the mixture of data stays the same during a run; resume with another --data-path
     phase-transition-iterations
 documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
+this trainer packs documents itself; use --variable-seq-lengths
+    use-varlen-dataset sequence-packing-scheduler
+layers with windows alone may have a rotary base of their own; use --window-rotary-base
+    rotary-base-per-layer
 attention within documents has a flag of its own; use --reset-attention-mask
     dataloader-inter-document-masking
 the batch size does not change; choose --global-batch-size to fit the world size
@@ -165,31 +170,35 @@ it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieva
     vocab-extra-ids decoder-seq-length decoder-num-layers titles-data-path query-in-block-prob
     use-one-sent-docs evidence-data-path block-data-path embedding-path disable-mamba-mem-eff-path
     vision-* swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-*
-    indexer-* retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-*
+    indexer-* retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-* mrope-interleaved
 it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
     mlp-chunks-* rl-* grpo-* langrl-* sft-* chat-template enable-chunked-prefill
     num-speculative-tokens moe-pad-experts-for-cuda-graph-inference refit-method
-    use-same-sampling-seed-across-dp-ranks
+    use-same-sampling-seed-across-dp-ranks disable-grad-buffers-cpu-backup
+    disable-param-buffers-cpu-backup
 it is part of a feature whose own flag is refused
     fp8-* no-fp8-* fp4-* kitchen-* tp-only-amax-red first-last-layers-bf16
     num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 keep-fp8-transpose-cache
     optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
-    no-pin-cpu-* muon-* cpu-offloading-* no-cpu-offloading-* offload-modules
-    min-offloaded-tensor-size data-parallel-sharding-strategy enable-full-sharding-in-hsdp
-    suggested-communication-unit-size no-strict-fsdp-dtensor-load no-gradient-reduce-div-fusion
-    outer-dp-sharding-strategy fsdp-* torch-fsdp2-* megatron-fsdp-* cuda-graph-* tp-comm-*
-    no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration straggler-*
-    disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
-    result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
-    no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit qk-clip-*
-    object-storage-* msc-* activation-offload-fraction fine-grained-offloading-*
-    delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks batch-invariant-backend
-    gtp-* mhc-* mup-* lion-* gdp-* no-dsa-* mtp-hybrid-override-pattern mtp-standalone otel-*
-    flight-recorder-* no-flight-recorder-* logits-* moe-paged-stash-* moe-routing-trace-*
-    exit-signal-handler-for-* use-kitchen-attention max-seqlen-per-dp-cp-rank yarn-* no-yarn-*
-    validation-set-names no-use-layer-wise-param-layout
+    no-pin-cpu-* muon-* no-muon-* adaptive-muon-* soap-* no-soap-* cpu-offloading-*
+    no-cpu-offloading-* offload-modules min-offloaded-tensor-size data-parallel-sharding-strategy
+    enable-full-sharding-in-hsdp suggested-communication-unit-size no-strict-fsdp-dtensor-load
+    no-gradient-reduce-div-fusion outer-dp-sharding-strategy fsdp-* no-fsdp-* torch-fsdp2-*
+    megatron-fsdp-* cuda-graph-* no-cuda-graph-* tp-comm-* no-tp-comm-* disable-tp-comm-* sharp-*
+    disable-symmetric-registration straggler-* disable-straggler-on-startup calc-ft-timeouts
+    inprocess-* ft-* adlr-* error-injection-* result-rejected-tracker-filename replication-*
+    non-persistent-* ckpt-convert-* fim-* no-use-tokenizer-model-from-checkpoint-args
+    memory-snapshot-path wgrad-deferral-limit qk-clip-* object-storage-* msc-*
+    activation-offload-fraction fine-grained-offloading-* delay-offload-until-cuda-graph
+    delta-offload-bytes-across-pp-ranks batch-invariant-backend gtp-* expert-gtp-* mhc-* mup-*
+    lion-* gdp-* no-dsa-* mtp-hybrid-override-pattern mtp-standalone otel-* flight-recorder-*
+    no-flight-recorder-* logits-* moe-paged-stash-* moe-routing-trace-* exit-signal-handler-for-*
+    use-kitchen-attention max-seqlen-per-dp-cp-rank yarn-* no-yarn-* validation-set-names
+    no-use-layer-wise-param-layout optimizer-state-offload-* csa-* gdn-* num-residual-streams
+    use-fused-mhc o-lora-rank use-layer-wise-param-layout varlen-* thd-* pad-packed-seq-alignment
+    min-dynamic-context-parallel-size cp-partition-mode
 it tunes how megatron-core reads or writes files, which this trainer does itself
     ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-*
     ckpt-fully-parallel-save-process-group ckpt-pg-* async-strategy dist-ckpt-workers
@@ -213,12 +222,13 @@ this trainer always behaves as with this flag
 # Settings that later releases of megatron-core add to its configuration classes. They are flags of
 # this trainer if such a release is installed.
 _NEWER = """
-    ddp-param-name-patterns-for-fp32-local-accumulation flash-attention-version
-    fused-residual-rmsnorm high-priority-a2a-comm-stream mla-down-proj-fusion
-    moe-combine-bwd-dtype moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor
-    moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
-    moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs
-    moe-mlp-glu-interleave-size moe-ncclep-static-shape moe-ncclep-zero-copy
+    ddp-param-name-patterns-for-fp32-local-accumulation dense-grouped-gemm fallback-to-eager-attn
+    flash-attention-version fused-residual-rmsnorm grad-norm-skip-threshold head-wise-attn-gate
+    high-priority-a2a-comm-stream mla-down-proj-fusion moe-combine-bwd-dtype moe-dispatch-fwd-dtype
+    moe-expert-rank-capacity-factor moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute
+    moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing
+    moe-hybridep-pad-uneven-dispatch-inputs moe-hybridep-pad-variable-tokens
+    moe-mlp-glu-interleave-size moe-ncclep-static-shape moe-ncclep-use-symm-mem moe-ncclep-zero-copy
     moe-permute-fusion-into-hybridep moe-router-force-biased moe-router-quantile-balancing-ema
     moe-shared-expert-glu-interleave-size moe-single-grouped-bias moe-single-grouped-weight
     moe-use-grouped-tensor mtp-detach-heads mtp-hsm mtp-use-repeated-layer output-logit-dtype

@@ -41,6 +41,7 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
 if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
+    from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
     from megatron.adaptive.engine.layer_meter import LayerMeter
 
@@ -87,6 +88,7 @@ class Tracing:
         experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
             uses it.
         layers: Meter of the times of this rank's layers; ``None`` if they are not measured.
+        collectives: Meter of this rank's collectives; ``None`` if they are not measured.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Tracing:
         self._sync = sync
         self.experts: ExpertLoad | None = None
         self.layers: LayerMeter | None = None
+        self.collectives: CollectiveMeter | None = None
         self._traced: _Iteration | None = None  # the current iteration if it is traced.
         self._iteration = _Iteration()  # the current or last iteration, traced or not.
         self._doing = ""
@@ -146,6 +149,8 @@ class Tracing:
             self.experts.begin(is_traced=is_traced)
         if self.layers is not None:
             self.layers.begin(is_traced=is_traced)
+        if self.collectives is not None:
+            self.collectives.begin(is_traced=is_traced)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
@@ -169,6 +174,8 @@ class Tracing:
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
             if self.layers is not None:
                 self.recorder.add_layers(self.layers.rows())
+            if self.collectives is not None:
+                self.recorder.add_collectives(self.collectives.rows())
             if self._counters is not None:
                 self.recorder.add_machine(self._counters.end())
         self.recorder.end_iteration()
@@ -243,6 +250,8 @@ class Tracing:
         for last in self._unresolved[-1:]:
             self._clock.wait(last.end)  # all earlier spans have ended by then
         self._resolve()
+        if self.collectives is not None:
+            self.collectives.close()
         if self._counters is not None:
             self._counters.close()
         if self._sync is not None:

@@ -31,6 +31,7 @@ from megatron.adaptive.data.loader import (
     most_slices,
 )
 from megatron.adaptive.data.tokenizer import Tokenizer
+from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_parallel_groups
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.expert_load import measured_experts
@@ -198,11 +199,14 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition."""
+    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition.
+
+    Without ``orders``, sequences are cut in another way, so that all orders change.
+    """
 
     samples: Samples
     padded_vocab_size: int
-    orders: Orders
+    orders: Orders | None
 
 
 def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
@@ -235,7 +239,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         tracing.watch(outside.snapshot)
         forward_backward = outside
     else:
-        orders = _orders(job, placement) if kept is None else kept.orders
+        orders = (kept and kept.orders) or _orders(job, placement)
         replay = orders.replay
         wiring = _wire(job, placement, orders, core, tracing)
         if config.cuts_sequences:
@@ -282,8 +286,11 @@ def _start_trace(
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
-    if schedule.trace_dir is not None and schedule.trace_detail == "layers":
+    if schedule.trace_dir is not None and schedule.trace_detail in ("layers", "collectives"):
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
+    if schedule.trace_dir is not None and schedule.trace_detail == "collectives":
+        groups = model_parallel_groups()
+        tracing.collectives = CollectiveMeter(groups, job.accelerator.clock())
     return tracing
 
 

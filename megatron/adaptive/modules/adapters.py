@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config = copy.deepcopy(config)
     config.base_model_name_or_path = str(folder)
     try:
-        adapted: torch.nn.Module = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT reads an attribute of transformers by its former name.
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"adapter: {str(error).splitlines()[0]}") from error
     return adapted

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -378,23 +378,30 @@ class RankPrograms:
     """Contains the programs of a rank's stages for microbatches of one signature.
 
     Attributes:
-        training: Program of each chunk (stage) of this rank in training.
-        evaluation: Program of each chunk in evaluation.
+        by_mode: Program of each chunk (stage) of this rank, in training, evaluation or both.
         meter: Meter of the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
-            flow.
-        work: Counted work of the whole model for a microbatch, in training.
+            flow; 0 if training is not recorded.
+        work: Counted work of the whole model for a microbatch, in training if that is recorded.
     """
 
-    training: Sequence[StageProgram]
-    evaluation: Sequence[StageProgram]
+    by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
     meter: ActivationMeter
     activation_bytes: int
     work: float
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
         """Returns the programs for evaluation if ``forward_only``, else those for training."""
-        return self.evaluation if forward_only else self.training
+        return self.by_mode["evaluation" if forward_only else "training"]
+
+    def with_modes_of(self, other: RankPrograms) -> RankPrograms:
+        """Returns these programs and those of another recording with the same signature."""
+        return RankPrograms(
+            by_mode={**self.by_mode, **other.by_mode},
+            meter=self.meter,
+            activation_bytes=max(self.activation_bytes, other.activation_bytes),
+            work=max(self.work, other.work),
+        )
 
 
 @dataclass(slots=True)

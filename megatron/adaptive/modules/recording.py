@@ -42,6 +42,8 @@ from megatron.adaptive.modules.recorder import (
 from megatron.adaptive.modules.tape import Tape
 
 Slicing = Literal["auto", "record", "export"]
+Mode = Literal["training", "evaluation"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Maps the name of a mixed precision to the element type of matrix products."""
 
@@ -182,14 +184,22 @@ class Forwards:
     """Contains a model's recorded forward passes in training and in evaluation mode.
 
     Attributes:
-        training: Forward pass recorded in training mode.
-        evaluation: Forward pass recorded in evaluation mode, with the same cut points.
+        tapes: Forward pass recorded in each mode, all with the same cut points.
         way: Method by which the forward passes were recorded: ``record``, ``trace`` or ``export``.
     """
 
-    training: Tape
-    evaluation: Tape
+    tapes: Mapping[Mode, Tape]
     way: str
+
+    @property
+    def training(self) -> Tape:
+        """Returns the forward pass recorded in training mode."""
+        return self.tapes["training"]
+
+    @property
+    def evaluation(self) -> Tape:
+        """Returns the forward pass recorded in evaluation mode."""
+        return self.tapes["evaluation"]
 
     # The recorder sees changes of a tensor by its version, which it lacks in inference mode.
     @classmethod
@@ -202,8 +212,9 @@ class Forwards:
         *,
         may_miss: bool = False,
         way: str = "record",
+        modes: Sequence[Mode] = MODES,
     ) -> Forwards:
-        """Records the model on a microbatch in training and in evaluation mode.
+        """Records the model on a microbatch, by default in training and in evaluation mode.
 
         Args:
             forward: Model and loss function.
@@ -215,6 +226,7 @@ class Forwards:
             may_miss: Whether the forward pass may leave out cut points.
             way: Method by which the sample batch was recorded, which ``auto`` tries first. Random
                 numbers depend on the positions of calls, and these on the method.
+            modes: Modes of the model in which it is recorded.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
@@ -226,13 +238,13 @@ class Forwards:
             make: MakeRecorder = partial(
                 CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
             )
-            return cls._of(forward, sample, slicing, make, way)
+            return cls._of(forward, sample, slicing, make, way, modes)
         fakes = Fakes(forward.model, sample)
         make = partial(
             FakeRecorder, fakes=fakes, decisive=forward.decisive_entries, may_miss=may_miss
         )
         with fakes.in_model():
-            return cls._of(forward, fakes.sample, slicing, make, way)
+            return cls._of(forward, fakes.sample, slicing, make, way, modes)
 
     @classmethod
     def _of(
@@ -242,29 +254,31 @@ class Forwards:
         slicing: str,
         make: MakeRecorder,
         way: str,
+        modes: Sequence[Mode],
     ) -> Forwards:
         export = partial(_exported, make=make)
         if slicing == "auto" and way == "trace":
-            traced = cls._traced(forward, sample, make)
+            traced = cls._traced(forward, sample, make, modes)
             if traced is not None:
                 return traced
         if slicing == "auto" and way == "export":
             with contextlib.suppress(_ExportError, ReadsValueError):
-                return cls._both(forward, sample, export, "export")
+                return cls._taken(forward, sample, export, "export", modes)
         if slicing == "export":
-            return cls._both(forward, sample, export, "export")
+            return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
             # The fewer values the model reads, the fewer decisions of the sample stay fixed.
-            return cls._both(forward, sample, partial(_traced, make=make, freeze=True), "record")
+            take = partial(_traced, make=make, freeze=True)
+            return cls._taken(forward, sample, take, "record", modes)
         try:
             take = partial(_recorded, make=make, freeze=slicing == "record")
-            return cls._both(forward, sample, take, "record")
+            return cls._taken(forward, sample, take, "record", modes)
         except ReadsValueError as error:
-            traced = cls._traced(forward, sample, make)
+            traced = cls._traced(forward, sample, make, modes)
             if traced is not None:
                 return traced
             try:
-                return cls._both(forward, sample, export, "export")
+                return cls._taken(forward, sample, export, "export", modes)
             except _ExportError as other:
                 raise ConfigError(f"{error} (torch.export: {other})") from other
             except ReadsValueError:
@@ -273,33 +287,48 @@ class Forwards:
 
     @classmethod
     def _traced(
-        cls, forward: Forward, sample: Mapping[str, torch.Tensor], make: MakeRecorder
+        cls,
+        forward: Forward,
+        sample: Mapping[str, torch.Tensor],
+        make: MakeRecorder,
+        modes: Sequence[Mode],
     ) -> Forwards | None:
         """Returns the forward passes recorded by ``trace``, ``None`` if another way is needed."""
         try:
-            forwards = cls._both(forward, sample, partial(_traced, make=make), "trace")
+            forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
         # Random numbers depend on the positions of calls. Earlier versions exported models with
         # cut points of their own, and those models keep the random numbers that they had.
-        if forwards.training.is_random and not are_added(forward.model):
+        if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
 
     @classmethod
-    def _both(
+    def _taken(
         cls,
         forward: Forward,
         sample: Mapping[str, torch.Tensor],
         take: Callable[[Forward, Mapping[str, torch.Tensor]], Tape],
         way: str,
+        modes: Sequence[Mode],
     ) -> Forwards:
-        with mode_of(forward.model, training=True), torch.enable_grad():
-            training = take(forward, sample)
-        with mode_of(forward.model, training=False), torch.no_grad():
-            evaluation = take(forward, sample)
-        training.autocast = evaluation.autocast = forward.autocast
-        for name, cut_point in cut_points_of(forward.model).items():
+        """Returns the forward passes that a function records in each mode."""
+        tapes: dict[Mode, Tape] = {}
+        for mode in modes:
+            is_training = mode == "training"
+            with mode_of(forward.model, training=is_training), torch.set_grad_enabled(is_training):
+                tapes[mode] = take(forward, sample)
+            tapes[mode].autocast = forward.autocast
+        forwards = cls(tapes=tapes, way=way)
+        if len(tapes) > 1:
+            forwards._require_same_cuts(forward.model)
+        return forwards
+
+    def _require_same_cuts(self, model: torch.nn.Module) -> None:
+        """Removes optional cut points that one mode does not pass; the others must be equal."""
+        training, evaluation = self.training, self.evaluation
+        for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):
                 training.remove_cuts((name,))
                 evaluation.remove_cuts((name,))
@@ -309,7 +338,6 @@ class Forwards:
                 f"evaluation {', '.join(evaluation.cuts)}: cut points must not be inside control "
                 "flow"
             )
-        return cls(training=training, evaluation=evaluation, way=way)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from megatron.adaptive.modules.batch import Microbatch, Signature
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
 from megatron.adaptive.modules.program import MessageLayout, RankPrograms, StageProgram
 from megatron.adaptive.modules.recompute import Recompute, changed_buffers, recomputed_ranges
-from megatron.adaptive.modules.recording import Forward, Forwards, SampledModel
+from megatron.adaptive.modules.recording import Forward, Forwards, Mode, SampledModel
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -123,7 +123,7 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
     """Returns the segments that use each parameter in training or evaluation, ascending."""
     homes: dict[str, set[int]] = {}
     for forwards in recorded:
-        for tape in (forwards.training, forwards.evaluation):
+        for tape in forwards.tapes.values():
             for name, segments in uses_of(tape).items():
                 homes.setdefault(name, set()).update(segments)
     return {name: sorted(segments) for name, segments in homes.items()}
@@ -144,7 +144,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
     Raises:
         ConfigError: If the recording passes the cut points in another order.
     """
-    for tape in (forwards.training, forwards.evaluation):
+    for tape in forwards.tapes.values():
         # The sample's recordings ignored these added cut points.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
@@ -179,13 +179,11 @@ class CutForwards:
 
     Attributes:
         forwards: Recorded forward passes.
-        training: Plan of each stage in training.
-        evaluation: Plan of each stage in evaluation.
+        plans_by_mode: Plan of each stage in each recorded mode.
     """
 
     forwards: Forwards
-    training: Sequence[StagePlan]
-    evaluation: Sequence[StagePlan]
+    plans_by_mode: Mapping[Mode, Sequence[StagePlan]]
 
     @classmethod
     def of(cls, forwards: Forwards, partition: Sequence[int]) -> CutForwards:
@@ -194,30 +192,37 @@ class CutForwards:
         Raises:
             ConfigError: If a stage changes a tensor in place that another stage also uses.
         """
-        return cls(
-            forwards=forwards,
-            training=slice_tape(forwards.training, partition),
-            evaluation=slice_tape(forwards.evaluation, partition),
-        )
+        plans = {mode: slice_tape(tape, partition) for mode, tape in forwards.tapes.items()}
+        return cls(forwards=forwards, plans_by_mode=plans)
 
-    def plans(self, stage: int) -> tuple[StagePlan, StagePlan]:
-        """Returns the plans of a stage in training and in evaluation."""
-        return self.training[stage], self.evaluation[stage]
+    @property
+    def training(self) -> Sequence[StagePlan]:
+        """Returns the plan of each stage in training."""
+        return self.plans_by_mode["training"]
+
+    @property
+    def evaluation(self) -> Sequence[StagePlan]:
+        """Returns the plan of each stage in evaluation."""
+        return self.plans_by_mode["evaluation"]
+
+    def plans(self, stage: int) -> list[StagePlan]:
+        """Returns the plans of a stage in all recorded modes."""
+        return [plans[stage] for plans in self.plans_by_mode.values()]
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the counted work of each segment for a microbatch, in training."""
-        return segment_work(self.forwards.training)
+        """Returns the counted work of each segment for a microbatch, in training if recorded."""
+        mode: Mode = "training" if "training" in self.plans_by_mode else "evaluation"
+        return segment_work(self.forwards.tapes[mode])
 
     @property
     def largest_message(self) -> int:
         """Returns the size of the largest message between two stages, in bytes."""
         return max(
-            MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
-            for tape, plans in (
-                (self.forwards.training, self.training),
-                (self.forwards.evaluation, self.evaluation),
-            )
+            MessageLayout.of(
+                self.forwards.tapes[mode].values[number] for number in plan.sent
+            ).nbytes
+            for mode, plans in self.plans_by_mode.items()
             for plan in plans
         )
 
@@ -248,7 +253,7 @@ class BufferUse:
             for plan in cut.plans(stage):
                 for name in plan.buffers:
                     self.ranks.setdefault(name, set()).add(rank)
-        for tape in (cut.forwards.training, cut.forwards.evaluation):
+        for tape in cut.forwards.tapes.values():
             self.changed.update(tape.values[number].name for number in changed_buffers(tape))
         for name in sorted(self.changed):
             ranks = sorted(self.ranks.get(name, ()))
@@ -280,7 +285,7 @@ def segment_work(tape: Tape) -> tuple[float, ...]:
     number of multiplications, because such calls wait for memory.
 
     Args:
-        tape: Recorded forward pass in training.
+        tape: Recorded forward pass.
     """
     work = [0.0] * tape.num_segments
     for call in tape.calls:
@@ -387,21 +392,20 @@ class KeptPart:
         """Returns the programs of this rank's stages."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
-        recomputed = recomputed_ranges(cut.forwards.training, self.recompute)
-
-        def made(
-            tape: Tape, plans: Sequence[StagePlan], recomputed: Sequence[range]
-        ) -> list[StageProgram]:
-            return [
+        by_mode: dict[Mode, Sequence[StageProgram]] = {}
+        for mode, tape in cut.forwards.tapes.items():
+            is_training = mode == "training"
+            recomputed = recomputed_ranges(tape, self.recompute) if is_training else ()
+            plans = cut.plans_by_mode[mode]
+            by_mode[mode] = [
                 StageProgram(tape, plans[stage], self.held, self.device, recomputed)
                 for stage in stages
             ]
-
+        training = cut.forwards.tapes.get("training")
         return RankPrograms(
-            training=made(cut.forwards.training, cut.training, recomputed),
-            evaluation=made(cut.forwards.evaluation, cut.evaluation, ()),
+            by_mode=by_mode,
             meter=ActivationMeter(),
-            activation_bytes=activation_bytes(cut.forwards.training),
+            activation_bytes=0 if training is None else activation_bytes(training),
             work=sum(cut.work),
         )
 
@@ -429,8 +433,11 @@ class Recordings:
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Keeps the programs of a recording and returns them."""
-        programs = self._kept[signature] = self._part.programs(cut)
+        """Keeps the programs of a recording, and returns all with this signature."""
+        programs = self._part.programs(cut)
+        if signature in self._kept:
+            programs = self._kept[signature].with_modes_of(programs)
+        self._kept[signature] = programs
         if len(self._kept) > self._most:
             dropped, _ = self._kept.popitem(last=False)
             if "again" not in self._reported:
@@ -440,24 +447,29 @@ class Recordings:
     def of(self, microbatch: Microbatch, step: int) -> RankPrograms:
         """Returns the programs for a microbatch, and records the model if its signature is new.
 
+        Only the mode that is needed is recorded: training or evaluation.
+
         Args:
             microbatch: Tensors of the microbatch, on any device.
-            step: Number of the training step, for the report of a late recording; -1 in an
-                evaluation.
+            step: Number of the training step; -1 in an evaluation.
 
         Raises:
             ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
                 that the sample batch did not use.
         """
         signature = Signature.of(microbatch, self._forward.decisive_entries)
+        mode: Mode = "training" if step >= 0 else "evaluation"
         programs = self._kept.get(signature)
         if programs is not None:
             self._kept.move_to_end(signature)
-            return programs
+            if mode in programs.by_mode:
+                return programs
         begin_s = time.perf_counter()
         device = self._part.device
         moved = {name: tensor.to(device) for name, tensor in microbatch.items()}
-        forwards = Forwards.of(self._forward, moved, self._slicing, may_miss=True, way=self._way)
+        forwards = Forwards.of(
+            self._forward, moved, self._slicing, may_miss=True, way=self._way, modes=(mode,)
+        )
         align(forwards, self._part.cuts, self._part.homes)
         cut = CutForwards.of(forwards, self._part.partition)
         self._part.check(cut, signature)

@@ -123,6 +123,21 @@ class Loads:
             beside.append((forward * factor, backward * factor, weight * factor))
         return replace(self, placement=placement, beside_s=tuple(beside))
 
+    def scaled(self, factor: float) -> Loads:
+        """Returns the loads with all times multiplied by a factor."""
+        if factor == 1:
+            return self
+
+        def multiplied(times: Times) -> Times:
+            forward, backward, weight = times
+            return forward * factor, backward * factor, weight * factor
+
+        return replace(
+            self,
+            layer_s=tuple(tuple(map(multiplied, row)) for row in self.layer_s),
+            beside_s=tuple(map(multiplied, self.beside_s)),
+        )
+
     def paces(self, partition: Sequence[int]) -> list[float]:
         """Returns the time of a microbatch on each rank under a partition, in seconds."""
         return self._by_rank(self._seconds(partition).sum(axis=1))

@@ -144,6 +144,8 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
         sequence_parallel=content.get("sequence_parallel", False),
         expert_ranks=degrees["expert"],
         context_ranks=context,
+        slices=content.get("sequence_slices", 1),
+        cap=content.get("activation_cap"),
     )
 
 
@@ -266,7 +268,8 @@ class _Fit:
             for rank in self.tried
             for chunk in range(placement.num_chunks)
         ]
-        forward, backward, weight = self._stages(document).durations_s[:, held].sum(axis=1)
+        durations = self._stages(document).durations_s[:, held] * plan.slices
+        forward, backward, weight = durations.sum(axis=1)
         return float(forward), float(backward), float(weight)
 
 

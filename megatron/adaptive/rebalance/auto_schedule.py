@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,16 @@ from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
-from megatron.adaptive.schedule.choose_by_simulation import choose
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose
+from megatron.adaptive.schedule.choose_slices import (
+    NextTrial,
+    SliceTrial,
+    added_s,
+    choose_number,
+    memory_factor,
+    ratio,
+    without_slices,
+)
 from megatron.adaptive.schedule.stage_placement import PlacementKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
@@ -68,6 +78,8 @@ class Tuner:
         attention_share: Attention's part of the time of a forward pass, from 0 to 1; used only if
             microbatches are cut into slices.
         slice_cut: Way in which they are cut.
+        numbers: Numbers of slices to choose from; empty to keep the present number.
+        trial: Times measured earlier with another number of slices; ``None`` if there are none.
         say: Function that writes a line to the log; it is called on all ranks.
     """
 
@@ -85,13 +97,15 @@ class Tuner:
     timeout_s: float
     attention_share: float = 0.0
     slice_cut: SliceCut = SLICE_CUTS[0]
+    numbers: Sequence[int] = ()
+    trial: SliceTrial | None = None
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._steps = 0
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
 
-    def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
+    def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
         """Adds the times of a training step. After the last measured step, chooses a schedule.
 
         The call after the last measured step is collective. If the chosen schedule needs no move of
@@ -103,6 +117,7 @@ class Tuner:
 
         Returns:
             Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
+            If the number of slices is to be chosen, the first decision is to measure another one.
 
         Raises:
             TransportError: A neighbour has ended or does not respond.
@@ -120,11 +135,23 @@ class Tuner:
         sample.links = self._links()
         samples = job.gather(sample)
         loads = None if self.loads is None else self.loads(num_microbatches)
+        if self.numbers and self.trial is None:
+            return job.on_first(lambda: self._next_trial(samples, num_microbatches))
         self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
         decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
         return decision
+
+    def _next_trial(self, samples: Sequence[Sample], num_microbatches: int) -> NextTrial:
+        orders = self.forward_backward.orders
+        profile = profile_of(samples, orders.placement, num_microbatches)
+        half = orders.num_slices // 2
+        return NextTrial(
+            text=f"auto has measured {orders.num_slices} slices, and measures {half} next",
+            trial=SliceTrial(num_slices=orders.num_slices, times=profile.times),
+            num_slices=half,
+        )
 
     def _choose_in_time(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
@@ -139,60 +166,88 @@ class Tuner:
             ),
         )
 
+    def _limit(
+        self,
+        samples: Sequence[Sample],
+        partition: Sequence[int],
+        number: int,
+        kind: PlacementKind,
+        others: Sequence[int],
+    ) -> float:
+        """Returns how many microbatches a rank may hold with other stages or slices.
+
+        Args:
+            samples: Measurements of all ranks.
+            partition: Present number of layers of each stage; empty if layers cannot move.
+            number: Number of slices.
+            kind: Placement of the stages.
+            others: Number of layers of each stage.
+        """
+        orders = self.forward_backward.orders
+        present = orders.placement
+        most = most_of(samples, present, replace(present, kind=kind), partition, others)
+        most /= memory_factor(number, orders.num_slices)
+        if (kind, others) == (present.kind, partition) and number >= orders.num_slices:
+            # The current layout is running, so it fits in memory with at least one microbatch, even
+            # if the estimate says otherwise.
+            most = max(1.0, most)
+        return most if self.cap is None else min(most, self.cap)
+
     def _choose(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
     ) -> Decision:
         orders = self.forward_backward.orders
-        present = orders.placement
+        present, num_slices = orders.placement, orders.num_slices
         profile = replace(
             profile_of(samples, present, num_microbatches),
             attention_share=self.attention_share,
             slice_cut=self.slice_cut,
         )
         partition = () if loads is None else loads[0].partition
-
-        def limit(kind: PlacementKind, others: Sequence[int]) -> float:
-            placement = replace(present, kind=kind)
-            most = most_of(samples, present, placement, partition, others)
-            if (kind, others) == (present.kind, partition):
-                # The current layout is running, so it fits in memory with at least one microbatch,
-                # even if the estimate says otherwise.
-                most = max(1.0, most)
-            return most if self.cap is None else min(most, self.cap)
-
-        splittable = orders.weight_pieces > 0
-        pieces = max(1, orders.weight_pieces)
+        limit = partial(self._limit, samples, partition)
         until_s = time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S
+        settings: dict[str, Any] = {
+            "num_microbatches": num_microbatches,
+            "splittable": orders.weight_pieces > 0,
+            "pieces": max(1, orders.weight_pieces),
+            "also": orders.auto_candidates,
+            "until_s": until_s,
+        }
         kinds: list[PlacementKind] = [present.kind]
         if self.can_turn and present.num_chunks == 2:
             kinds.append("loop" if present.kind == "v" else "v")
-        try:
-            if loads is None:
-                choice = choose(
-                    profile,
-                    placement=present,
-                    num_microbatches=num_microbatches,
-                    most=limit(present.kind, ()),
-                    splittable=splittable,
-                    pieces=pieces,
-                    also=orders.auto_candidates,
-                    until_s=until_s,
-                    num_slices=orders.num_slices,
-                )
-                return Decision(text=choice.reason, stay=choice.best)
-            return choose_together(
-                loads[0],
-                profile,
-                {kind: partial(limit, kind) for kind in kinds},
-                halves=loads[1:],
-                gain=self.gain,
-                num_microbatches=num_microbatches,
-                splittable=splittable,
-                pieces=pieces,
-                also=orders.auto_candidates,
-                until_s=until_s,
-                num_slices=orders.num_slices,
+
+        def choose_for(number: int, *, quick: bool = True) -> ScheduleChoice:
+            most = limit(number, present.kind, partition)
+            return choose(
+                profile, placement=present, most=most, num_slices=number, quick=quick, **settings
             )
+
+        try:
+            number, text, factor = num_slices, "", 1.0
+            if self.trial is not None:
+                measured = SliceTrial(num_slices=number, times=profile.times)
+                profile = without_slices(profile, number, added_s(self.trial, measured))
+                factor = ratio(profile.times, measured.times)
+                middle_s = until_s - SIMULATED_OF_LIMIT * LIMIT_S / 2
+                numbers = [number, *(other for other in self.numbers if other != number)]
+                chosen = choose_number(numbers, choose_for, middle_s)
+                number, text = chosen.num_slices, f"; {chosen.text}"
+            if loads is None:
+                choice = choose_for(number, quick=False)
+                decision = Decision(text=choice.reason, stay=choice.best)
+            else:
+                whole, *halves = [part.scaled(factor) for part in loads]
+                decision = choose_together(
+                    whole,
+                    profile,
+                    {kind: partial(limit, number, kind) for kind in kinds},
+                    halves=halves,
+                    gain=self.gain,
+                    num_slices=number,
+                    **settings,
+                )
+            return _recut(replace(decision, text=decision.text + text), num_slices)
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
 
@@ -221,6 +276,20 @@ class Tuner:
                 )
         dist.barrier(group=group)
         return links
+
+
+def _recut(decision: Decision, present: int) -> Decision:
+    """Returns a decision that builds the run again if its number of slices is not the present one.
+
+    Args:
+        decision: Decision about schedule, placement and layers.
+        present: Present number of slices.
+    """
+    if decision.move is None and decision.stay is not None and decision.stay.num_slices != present:
+        return replace(decision, stay=None, move=decision.stay)
+    if decision.move is not None and decision.move.num_slices != present:
+        return replace(decision, stay=None)
+    return decision
 
 
 def memory_of(

@@ -1,9 +1,9 @@
 """Moves the stages of a running job to other ranks between two steps, without a checkpoint.
 
 The new stages may have another placement (assignment to ranks), another partition (layers per
-stage), or both. Model, optimizer and message channels are built again in the same processes.
-Weights and optimizer state are sent from memory to memory. The training loop keeps its counters,
-logs and data loader::
+stage), or both. Sequences may also be cut into another number of slices. Model, optimizer and
+message channels are built again in the same processes. Weights and optimizer state are sent from
+memory to memory. The training loop keeps its counters, logs and data loader::
 
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
@@ -50,16 +50,23 @@ from megatron.adaptive.schedule.stage_placement import PlacementKind
 
 
 def with_schedule(
-    job: TrainingJob, *, partition: tuple[int, ...] | None = None, kind: PlacementKind | None = None
+    job: TrainingJob,
+    *,
+    partition: tuple[int, ...] | None = None,
+    kind: PlacementKind | None = None,
+    slices: int | None = None,
 ) -> TrainingJob:
-    """Returns a copy of the job with another partition or placement of stages.
+    """Returns a copy of the job with another partition, placement of stages, or number of slices.
 
     Args:
         job: Job to copy.
         partition: Number of layers per stage; ``None`` for the current partition.
         kind: Placement of stages on ranks; ``None`` for the current placement.
+        slices: Number of slices of each sequence; ``None`` for the current number.
     """
     schedule = job.config.schedule
+    if slices is not None:
+        schedule = dataclasses.replace(schedule, sequence_slices=slices)
     if partition is not None:
         schedule = dataclasses.replace(schedule, partition=partition)
     if kind is not None:
@@ -73,6 +80,7 @@ def move_stages(
     *,
     kind: PlacementKind | None = None,
     partition: Sequence[int] | None = None,
+    slices: int | None = None,
 ) -> Run:
     """Replaces a run by a run with other stages and the same state. Collective over all ranks.
 
@@ -85,6 +93,7 @@ def move_stages(
             before the next run is built. It is not called if a rank lacks memory for the state.
         kind: New placement of stages on ranks; ``None`` for the current placement.
         partition: New number of layers per stage; ``None`` for the current partition.
+        slices: New number of slices of each sequence; ``None`` for the current number.
 
     Returns:
         New run. If the old run was traced, the trace continues in new files.
@@ -99,11 +108,13 @@ def move_stages(
     if keeps_placement:
         engine = box[0].forward_backward
         assert isinstance(engine, ForwardBackward)
-        kept = KeptParts(box[0].samples, box[0].padded_vocab_size, engine.orders)
+        orders = engine.orders if slices is None else None
+        kept = KeptParts(box[0].samples, box[0].padded_vocab_size, orders)
     job = with_schedule(
         box[0].job,
         partition=None if partition is None else tuple(partition),
         kind=None if keeps_placement else kind,
+        slices=slices,
     )
     random = sharded_rng(job.config).data
     scheduler = box[0].scheduler.state_dict()

@@ -18,21 +18,23 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.megatron_state import mesh_shape
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import TrainingJob
-from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.planner.choose_partition import (
     Loads,
     Partition,
@@ -44,10 +46,11 @@ from megatron.adaptive.planner.choose_partition import (
 )
 from megatron.adaptive.profiling.free_memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline_times import LayerShare, Sample
-from megatron.adaptive.rebalance.auto_schedule import held_bytes, memory_of
+from megatron.adaptive.rebalance.auto_schedule import Tuner, held_bytes, memory_of
 from megatron.adaptive.rebalance.move_stages import with_schedule
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, result_within
 from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.choose_slices import SliceTrial
 from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -593,3 +596,47 @@ def _reason(loads: Loads) -> str:
     busiest = max(range(len(paces)), key=paces.__getitem__)
     middle = statistics.median(paces)
     return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more work than others"
+
+
+def make_tuner(
+    run: Run,
+    layers: Repartitioner | None,
+    say: Callable[[str], None],
+    *,
+    numbers: Sequence[int] = (),
+    trial: SliceTrial | None = None,
+) -> Tuner:
+    """Returns the tuner of a run that the trainer has built.
+
+    Args:
+        run: Run to measure.
+        layers: Object that measures the layers, ``None`` if neither stages nor layers may move.
+        say: Function that writes a line to the log.
+        numbers: Numbers of slices to choose from; empty to keep the present number.
+        trial: Times measured earlier with another number of slices; ``None`` if there are none.
+    """
+    config = run.job.config
+    settings = config.schedule
+    may_cut = settings.partition is None or settings.repartition != "off"
+    engine = run.forward_backward
+    assert isinstance(engine, ForwardBackward)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return Tuner(
+        job=run.job,
+        pp_ranks=dist.get_process_group_ranks(group),
+        chunks=run.chunks,
+        forward_backward=engine,
+        transport=None if run.wiring is None else run.wiring.transport,
+        payload_shape=payload_shape(config),
+        payload_dtype=run.core.pipeline_dtype,
+        loads=None if layers is None else layers.gather_loads,
+        gain=settings.repartition_gain if may_cut else None,
+        cap=settings.activation_cap,
+        can_turn=settings.pipeline_placement is None,
+        timeout_s=settings.pipeline_timeout_s,
+        attention_share=config.attention_share,
+        slice_cut=cast(SliceCut, settings.slice_cut),
+        numbers=numbers,
+        trial=trial,
+        say=say,
+    )

@@ -7,6 +7,7 @@ Used while training (imports neither torch nor a drawing package):
 - ``status_files``  file with each rank's current action, and file with the run's progress
 - ``files``         atomic writes; optional files, whose loss does not stop a run
 - ``clock``         compares the clocks of a running job; puts all ranks of a run on one clock
+- ``machine_counters`` counts what kept a rank from computing; ``network_counters`` packets
 - ``hang_watch``    separate process that finds the rank that a hanging job waits for
 
 Used to read a trace:
@@ -22,5 +23,6 @@ Used to read a trace:
 - ``views``         drawings of a trace: Excel, HTML, Perfetto, PNG, TensorBoard
 - ``imports``       traces that other programs wrote
 - ``whatif``        simulates steps with other times: what if a rank were slower, faster or repaired
+- ``flight_recorder`` dumps of torch: which collective does not end, who has not entered it
 - ``diagnose``      finds causes of slow steps: a rank, a link, the reading of data
 """

@@ -11,6 +11,7 @@ The kernel counts these for every process and for the whole machine::
     /proc/self/io                    bytes that this process and its children read from a disk
     TCP_INFO of open connections     TCP segments that were sent, and that were sent again
     /sys/devices/system/cpu          clock of a processor and its limit
+    /sys/class/{net,infiniband}      errors and speed of network ports
 
 The files stay open, so that reading all of them takes tens of microseconds. A file that a machine
 lacks, or that this process may not read, is left out.
@@ -25,7 +26,20 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from megatron.adaptive.config import control_groups
-from megatron.adaptive.trace.tcp_counters import TcpCounters, increase
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
+    TcpCounters,
+    error_files,
+    increase,
+    pause_files,
+    retry_files,
+    slowest_port_mbit_per_s,
+)
 
 ELAPSED = "elapsed_ns"
 """Name of the time in ns over which the other counters counted."""
@@ -56,12 +70,6 @@ DISK_READ = "disk_read_bytes"
 
 It is the count of the process that read most. Pages that were in memory do not count.
 """
-
-SENT_SEGMENTS = "sent_segments"
-"""Name of the number of TCP segments that this process sent."""
-
-RESENT_SEGMENTS = "resent_segments"
-"""Name of the number of TCP segments that it sent again, because no receipt came in time."""
 
 CLOCK = "clock_khz"
 """Name of the clock in kHz of the processor that this process used last."""
@@ -98,6 +106,10 @@ COUNTERS = (
     CLOCK,
     CLOCK_LIMIT,
     FULL_CLOCK,
+    LINK_ERRORS,
+    LINK_RETRIES,
+    LINK_PAUSES,
+    LINK_SPEED,
 )
 """Names of all counters."""
 
@@ -153,6 +165,7 @@ class MachineCounters:
         self._clocks: dict[tuple[int, str], _Source | None] = {}
         self._tcp = TcpCounters()
         self._tcp_begun: dict[int, tuple[int, int]] = {}
+        self._speed = 0
         self._reads = 0
         self._begun = self._read()
 
@@ -171,7 +184,7 @@ class MachineCounters:
         counts[PROCESSORS] = len(os.sched_getaffinity(0))
         counts |= self._read_clocks()
         sent, resent = increase(self._tcp_begun, self._tcp.read())
-        counts |= {SENT_SEGMENTS: sent, RESENT_SEGMENTS: resent}
+        counts |= {SENT_SEGMENTS: sent, RESENT_SEGMENTS: resent, LINK_SPEED: self._speed}
         return {name: count for name, count in counts.items() if count > 0}
 
     def close(self) -> None:
@@ -188,6 +201,7 @@ class MachineCounters:
             self._list_threads()
             self._list_readers()
             self._tcp.list_connections()
+            self._speed = slowest_port_mbit_per_s()
         self._reads += 1
         values: dict[tuple[str, str], int | None] = {
             (ELAPSED, ""): time.monotonic_ns(),
@@ -268,6 +282,9 @@ def _sources() -> Iterator[tuple[str, _Source]]:
         (MEMORY_WAIT, "/proc/pressure/memory", _pressure_ns),
         (DISK_WAIT, "/proc/pressure/io", _pressure_ns),
         (DISK_PAGES, "/proc/self/stat", _major_faults),
+        *((LINK_ERRORS, str(path), int) for path in error_files()),
+        *((LINK_RETRIES, str(path), int) for path in retry_files()),
+        *((LINK_PAUSES, str(path), int) for path in pause_files()),
     ]
     for name, path, parse in files:
         file = _opened(path)

@@ -26,6 +26,7 @@ from megatron.adaptive.trace.span_columns import TraceTable, match_messages
 from megatron.adaptive.trace.trace_format import (
     KINDS,
     SLICES,
+    GroupCollectives,
     IterationStart,
     Lengths,
     Span,
@@ -112,6 +113,13 @@ class RankTrace:
         """Returns the rows of an iteration's layers, see ``IterationStart``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
+
+    def collectives(self, iteration: int) -> tuple[GroupCollectives, ...]:
+        """Returns an iteration's collectives with times on the run's clock; empty if unknown."""
+        blocks = self._blocks.get(iteration)
+        if not blocks:
+            return ()
+        return tuple(_on_clock(group, self.fit) for group in blocks[0].marker.collectives)
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
@@ -430,3 +438,14 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))
+
+
+def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
+    """Converts the times of collectives to the run's common clock."""
+    times = np.array([row[2:] for row in group.kept], dtype=np.int64).reshape(-1, 2)
+    moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()
+    kept = tuple(
+        (number, of, start_ns, max(start_ns, end_ns))
+        for (number, of, _, _), (start_ns, end_ns) in zip(group.kept, moved, strict=True)
+    )
+    return replace(group, kept=kept)

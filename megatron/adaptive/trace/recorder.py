@@ -33,6 +33,7 @@ from megatron.adaptive.trace.status_files import NowFile, ReadState
 from megatron.adaptive.trace.trace_format import (
     ClockSamples,
     Gap,
+    GroupCollectives,
     IterationStart,
     Lengths,
     SpanRow,
@@ -166,6 +167,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         """
         if self._begun is not None:
             self._begun = replace(self._begun, layers=tuple(tuple(row) for row in rows))
+
+    def add_collectives(self, groups: Sequence[GroupCollectives]) -> None:
+        """Adds the collectives of the rank's process groups in this iteration."""
+        if self._begun is not None:
+            self._begun = replace(self._begun, collectives=tuple(groups))
 
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.

@@ -17,6 +17,7 @@ The text form::
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     {"begin_iteration": 9, ..., "machine": {"elapsed_ns": 310220, ...}}      machine's counters
     {"begin_iteration": 10, ..., "layers": [[0, 91000, 182000, 8], ...]}            layers' times
+    {"begin_iteration": 11, ..., "collectives": [{"kind": "tensor", ...}]}           collectives
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                               marker of late spans of iteration 7
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -266,6 +267,54 @@ class TraceHeader:
         return (self.world_size, self.num_ranks, self.num_chunks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCollectives:
+    """Holds a rank's collectives in one process group and iteration.
+
+    Attributes:
+        kind: Kind of the group, such as ``tensor``; groups of a kind have no rank in common.
+        lowest_rank: Lowest global rank of the group.
+        size: Number of ranks of the group.
+        operations: Names of the collectives, see :data:`COLLECTIVES`.
+        totals: Number, total time in ns and total size in bytes of each operation's collectives.
+        kept: Collectives with their times, a row each: number in the iteration, from 0 and equal on
+            all members; index of the operation; start and end in ns on the rank's monotonic clock.
+            The file has start and duration, relative to the iteration's start.
+    """
+
+    kind: str
+    lowest_rank: int
+    size: int
+    operations: tuple[str, ...]
+    totals: tuple[tuple[int, int, int], ...]
+    kept: tuple[tuple[int, int, int, int], ...]
+
+    def to_record(self, start_ns: int) -> dict[str, Any]:
+        """Returns the group's entry in a marker.
+
+        Args:
+            start_ns: Start of the iteration on the rank's monotonic clock.
+        """
+        kept = [(number, of, start - start_ns, end - start) for number, of, start, end in self.kept]
+        return {**asdict(self), "kept": kept}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
+        """Makes the object of a marker's entry that has been checked."""
+        kept = tuple(
+            (number, of, start_ns + start, start_ns + start + duration)
+            for number, of, start, duration in record["kept"]
+        )
+        return cls(
+            kind=printable(record["kind"]),
+            lowest_rank=record["lowest_rank"],
+            size=record["size"],
+            operations=tuple(map(printable, record["operations"])),
+            totals=tuple((count, time_ns, size) for count, time_ns, size in record["totals"]),
+            kept=kept,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class IterationStart:
     """Describes a marker: the line before an iteration's spans in the file.
@@ -287,6 +336,7 @@ class IterationStart:
             A missing counter is 0, or unknown on this machine; empty if nothing was counted.
         layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
             all forward passes, of all backward passes, and number of forward passes.
+        collectives: Collectives of the rank's process groups, an entry per group.
     """
 
     iteration: int
@@ -300,6 +350,7 @@ class IterationStart:
     lengths: Lengths = ()
     machine: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[tuple[int, ...], ...] = ()
+    collectives: tuple[GroupCollectives, ...] = ()
 
     def count(self, kind: str) -> int:
         """Returns the number of spans of a kind that follow this marker."""
@@ -479,6 +530,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record["machine"] = dict(marker.machine)
     if marker.layers:
         record["layers"] = marker.layers
+    if marker.collectives:
+        record["collectives"] = [group.to_record(start_ns) for group in marker.collectives]
     return f"{json.dumps(record)}\n{spans}"
 
 
@@ -516,10 +569,12 @@ def parse_line(
                     f"{origin}: field {key!r} is {iteration}, expected a number from 0; the file"
                     " is damaged, remove it or that line"
                 )
+            start_ns = _value(record, "start_ns", "int", origin)
+            groups = _value(record, "collectives", "collectives", origin, [])
             return IterationStart(
                 iteration=iteration,
                 num_microbatches=_value(record, "num_microbatches", "int", origin),
-                start_ns=_value(record, "start_ns", "int", origin),
+                start_ns=start_ns,
                 counts=tuple(_value(record, "counts", "counts", origin, [])),
                 size_bytes=_value(record, "size_bytes", "int", origin),
                 is_late=key == "after_iteration",
@@ -528,6 +583,7 @@ def parse_line(
                 lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
                 machine=_value(record, "machine", "counters", origin, {}),
                 layers=tuple(map(tuple, _value(record, "layers", "layers", origin, []))),
+                collectives=tuple(GroupCollectives.from_record(of, start_ns) for of in groups),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -596,6 +652,38 @@ def _is_int(value: Any) -> bool:
     return type(value) is int
 
 
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 <= value < 1 << 53
+
+
+def _is_group(value: Any) -> bool:
+    """Returns whether a value has the form of a :class:`GroupCollectives` in a marker."""
+    if not isinstance(value, dict):
+        return False
+    operations = value.get("operations")
+    totals = value.get("totals")
+    if not _is_list(operations, lambda word: isinstance(word, str)):
+        return False
+    if not _is_list(totals, lambda row: _is_list(row, _is_count) and len(row) == 3):
+        return False
+    assert operations is not None
+    assert totals is not None
+
+    def is_kept(row: Any) -> bool:
+        if not _is_list(row, _is_int) or len(row) != 4:
+            return False
+        number, of, start_ns, duration_ns = row
+        is_known = _is_count(number) and 0 <= of < len(operations)
+        return is_known and abs(start_ns) < 1 << 53 and _is_count(duration_ns)
+
+    return (
+        isinstance(value.get("kind"), str)
+        and all(_is_count(value.get(name)) for name in ("lowest_rank", "size"))
+        and len(totals) == len(operations)
+        and _is_list(value.get("kept"), is_kept)
+    )
+
+
 _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "int": (_is_int, "a whole number"),
     "str": (lambda value: isinstance(value, str), "text"),
@@ -620,18 +708,16 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "lists of four whole numbers",
     ),
     "tokens": (
-        lambda value: _is_list(
-            value,
-            lambda row: _is_list(row, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(row) > 2,
-        ),
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) > 2),
         "lists of at least three whole numbers from 0",
     ),
     "layers": (
-        lambda value: _is_list(
-            value,
-            lambda row: _is_list(row, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(row) == 4,
-        ),
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
         "lists of four whole numbers from 0",
+    ),
+    "collectives": (
+        lambda value: _is_list(value, _is_group),
+        "a list of process groups with the times of their collectives",
     ),
 }
 """Maps each type of field to a check of its value, and a description for error messages."""

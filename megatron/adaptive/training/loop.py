@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.node_local import LocalDisk
@@ -23,7 +22,6 @@ from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
@@ -33,13 +31,14 @@ from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
-from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
+from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
 from megatron.adaptive.gpt.train_step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.choose_partition import Decision
 from megatron.adaptive.rebalance.auto_schedule import Tuner
 from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
-from megatron.adaptive.rebalance.repartition import Move, Repartitioner
+from megatron.adaptive.rebalance.repartition import Move, Repartitioner, make_tuner
+from megatron.adaptive.schedule.choose_slices import NextTrial, SliceTrial
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.interval_probe import IntervalProbe
@@ -353,12 +352,17 @@ class Rebalancing(RunHook):
             live.log.message(f"  layers stay where they are, because ranks measure {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
+        self._numbers = live.config.slices_to_choose
         self._tuner = self._make_tuner() if is_tuned else None
-        self._due: Decision | Move | None = None
+        self._due: Decision | Move | NextTrial | None = None
 
-    def _make_tuner(self) -> Tuner:
-        return _tuner_of(
-            self._live.run, self._repartitioner, lambda text: self._log.message(f"  {text}")
+    def _make_tuner(self, trial: SliceTrial | None = None) -> Tuner:
+        return make_tuner(
+            self._live.run,
+            self._repartitioner,
+            lambda text: self._log.message(f"  {text}"),
+            numbers=self._numbers,
+            trial=trial,
         )
 
     def after_step(self, step: TrainedStep) -> None:
@@ -371,6 +375,9 @@ class Rebalancing(RunHook):
             if decision is not None:
                 self._tuner = None
                 self._log.message(f"  {decision.text}")
+                if isinstance(decision, NextTrial):
+                    self._due = decision
+                    return
                 self._due = decision if decision.move is not None else None
                 if self._repartitioner is not None and self._settings.repartition == "off":
                     self._repartitioner.close()
@@ -385,9 +392,14 @@ class Rebalancing(RunHook):
         live.checkpoints.saver.finish()
         live.report_position(f"the move of layers after iteration {iteration}")
         order = due.move if isinstance(due, Decision) else None
-        kind = live.run.placement.kind if order is None else order.placement.kind
+        former = live.run.placement.kind
+        kind = former if order is None else order.placement.kind
+        partition = None if isinstance(due, NextTrial) else due.partition
+        slices = _other_slices(due, live.config.num_slices)
         try:
-            moved = move_stages([live.run], self._release, kind=kind, partition=due.partition)
+            moved = move_stages(
+                [live.run], self._release, kind=kind, partition=partition, slices=slices
+            )
         except DeviceMemoryError as error:
             if not hasattr(live, "run"):
                 raise
@@ -397,26 +409,41 @@ class Rebalancing(RunHook):
         live.connect(moved)
         self._continue_in_new_files()
         seconds = time.perf_counter() - begin_s
-        self._log.report(repartitioned=iteration, seconds=seconds)
+        if slices is not None:
+            self._log.report(recut=iteration, slices=slices, seconds=seconds)
+            text = "are now whole" if slices == 1 else f"now run in {slices} slices"
+            self._log.message(f"  sequences {text}: built again in {seconds:.2f} s")
+        else:
+            self._log.report(repartitioned=iteration, seconds=seconds)
         if order is not None:
             _engine_of(moved).use(order)
             if self._repartitioner is not None:
                 self._repartitioner.adopt(moved)
-            cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
-            self._log.message(
-                f"  the stages{cut} are now placed in a {kind}: moved in {seconds:.2f} s"
-            )
+            if kind != former or partition is not None:
+                cut = "" if partition is None else f" of {format_partition(partition)} layers"
+                self._log.message(
+                    f"  the stages{cut} are now placed in a {kind}: moved in {seconds:.2f} s"
+                )
         elif isinstance(due, Move):
             assert self._repartitioner is not None
             self._repartitioner.moved(due, moved, seconds)
+        elif isinstance(due, NextTrial):
+            if self._repartitioner is not None:
+                self._repartitioner.adopt(moved)
+            self._tuner = self._make_tuner(due.trial)
 
     def _release(self) -> None:
         if self._repartitioner is not None:
             self._repartitioner.close()
         self._live.release()
 
-    def _stay(self, due: Decision | Move, error: DeviceMemoryError) -> None:
+    def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
         """Keeps the current stages, after a move has failed for lack of memory."""
+        if isinstance(due, NextTrial):
+            self._log.message(f"  the number of slices stays as it is: {error}")
+            self._numbers = ()
+            self._tuner = self._make_tuner()
+            return
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
         self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
@@ -431,33 +458,23 @@ class Rebalancing(RunHook):
         self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
 
 
+def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
+    """Returns the number of slices after a change, ``None`` if the present number stays.
+
+    Args:
+        due: Change to make.
+        present: Present number of slices of each sequence.
+    """
+    if isinstance(due, NextTrial):
+        return due.num_slices
+    if isinstance(due, Move) or due.move is None or due.move.num_slices == present:
+        return None
+    return due.move.num_slices
+
+
 def _engine_of(run: Run) -> ForwardBackward:
     assert isinstance(run.forward_backward, ForwardBackward)
     return run.forward_backward
-
-
-def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]) -> Tuner:
-    config = run.job.config
-    settings = config.schedule
-    may_cut = settings.partition is None or settings.repartition != "off"
-    group = parallel_state.get_pipeline_model_parallel_group()
-    return Tuner(
-        job=run.job,
-        pp_ranks=dist.get_process_group_ranks(group),
-        chunks=run.chunks,
-        forward_backward=_engine_of(run),
-        transport=None if run.wiring is None else run.wiring.transport,
-        payload_shape=payload_shape(config),
-        payload_dtype=run.core.pipeline_dtype,
-        loads=None if layers is None else layers.gather_loads,
-        gain=settings.repartition_gain if may_cut else None,
-        cap=settings.activation_cap,
-        can_turn=settings.pipeline_placement is None,
-        timeout_s=settings.pipeline_timeout_s,
-        attention_share=config.attention_share,
-        slice_cut=cast(SliceCut, settings.slice_cut),
-        say=say,
-    )
 
 
 class Reporting(RunHook):

@@ -11,6 +11,7 @@ adds the waits.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from megatron.adaptive.profiling.free_memory import gpu_name, process_bytes, tot
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import StageTimes, draw
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw
 from megatron.adaptive.training.pretrain import expected_error, prepare_process
 from megatron.adaptive.transport.stand_in import ExpectedInput
 
@@ -143,14 +144,16 @@ class _Samples:
     """Collects measurements of steps, in seconds.
 
     Attributes:
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
         step_s: Time of each step.
         optimizer_s: Time of each step's optimizer.
         busy_s: Time of each step's actions.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of the actions of one kind and chunk in a step, a list for each of these. The
-            parts of a weight gradient are added up.
+            parts of a weight gradient, and slices of a microbatch, are added up.
     """
 
+    num_slices: int = 1
     step_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
@@ -162,8 +165,8 @@ class _Samples:
         sums: dict[tuple[ActionKind, int], dict[int, float]] = {}
         for action, duration_ns in actions:
             of_kind = sums.setdefault((action.kind, action.chunk), {})
-            before_s = of_kind.get(action.microbatch, 0.0)
-            of_kind[action.microbatch] = before_s + duration_ns / 1e9
+            microbatch = action.microbatch // self.num_slices
+            of_kind[microbatch] = of_kind.get(microbatch, 0.0) + duration_ns / 1e9
         for key, of_kind in sums.items():
             self.equal_s.append(list(of_kind.values()))
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
@@ -227,7 +230,7 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
     expected = [] if transport is None else _inputs_of(order, run.placement, job)
     step = Step(run)
     loader = make_loader(run, run.samples.train, 0)
-    samples = _Samples()
+    samples = _Samples(num_slices=job.config.num_slices)
     for iteration in range(1, WARM_UP + MEASURED + 1):
         if transport is not None:
             transport.begin(iteration - 1, expected)
@@ -262,10 +265,11 @@ class _FixedOrder:
 
     Args:
         order: Actions of the rank, in the order to run them.
+        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
 
-    def __init__(self, order: Sequence[Action]) -> None:
-        self._policy = Follow(order)
+    def __init__(self, order: Sequence[Action], num_slices: int) -> None:
+        self._policy = Follow(order, num_slices=num_slices)
 
     def policy(self, num_microbatches: int) -> Policy:
         """Returns the policy of the next step."""
@@ -284,17 +288,24 @@ def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[
         return policy.order
     candidate = orders.candidate(num_microbatches)
     work_s = request.stage_work
-    times = StageTimes(forward_s=work_s, backward_s=work_s, weight_s=work_s)
-    work = draw(candidate.placement, num_microbatches, times)
+    config = run.job.config
+    profile = StageProfile(
+        times=StageTimes(forward_s=work_s, backward_s=work_s, weight_s=work_s),
+        attention_share=config.attention_share,
+        slice_cut=config.schedule.slice_cut,
+    )
+    num_slices = candidate.num_slices
+    work = draw(candidate.placement, num_microbatches, profile, num_slices=num_slices)
     simulated = candidate.simulate(work, compiled=False)
     order = tuple(
         actions_of(
             simulated.codes[orders.pp_rank].tolist(),
             candidate.placement.num_chunks,
             candidate.weight_pieces,
+            num_slices,
         )
     )
-    orders.replay = _FixedOrder(order)
+    orders.replay = _FixedOrder(order, num_slices)
     return order
 
 
@@ -306,6 +317,10 @@ def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[
         parallel_state.get_pipeline_model_parallel_group()
     )
     pp_rank = ranks.index(job.rank)
+    config = job.config
+    shared = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    ends = config.slice_ends
+    lengths = [(end - start) // shared for start, end in itertools.pairwise((0, *ends))]
     inputs = []
     for action in order:
         if action.kind is ActionKind.W:
@@ -313,5 +328,6 @@ def _inputs_of(order: Sequence[Action], placement: Placement, job: Any) -> list[
         source = placement.source_of(action.kind, pp_rank, action.chunk)
         if source is not None and source[0] != pp_rank:
             plain = Action(action.kind, action.chunk, action.microbatch)
-            inputs.append(ExpectedInput(plain, ranks[source[0]]))
+            length = lengths[action.microbatch % len(lengths)] if len(lengths) > 1 else None
+            inputs.append(ExpectedInput(plain, ranks[source[0]], length))
     return inputs

@@ -46,10 +46,12 @@ class ExpectedInput(NamedTuple):
     Attributes:
         action: Action of this rank that needs the input.
         peer: Global rank that would send it.
+        length: Number of token positions in the input; ``None`` for as many as in the largest.
     """
 
     action: Action
     peer: int
+    length: int | None = None
 
 
 class _Slots:
@@ -146,7 +148,7 @@ class StandIn:
         if error is not None or not self._expected:
             return error
         entry = self._expected.popleft()
-        tensor = self._incoming[entry.peer].next()
+        tensor = self._incoming[entry.peer].next()[: entry.length]
         label = Label(self._step, entry.action)
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 

@@ -24,10 +24,16 @@ from megatron.adaptive.trace.machine_counters import (
     OWN_BUSY,
     PROCESSOR_WAIT,
     PROCESSORS,
-    RESENT_SEGMENTS,
-    SENT_SEGMENTS,
     STEAL,
     THROTTLED,
+)
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
 )
 from megatron.adaptive.trace.read import read_run
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
@@ -46,15 +52,21 @@ NOT_TIMES = (
     CLOCK,
     CLOCK_LIMIT,
     FULL_CLOCK,
+    LINK_ERRORS,
+    LINK_RETRIES,
+    LINK_PAUSES,
+    LINK_SPEED,
 )
 
 RANKS = 4
 SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 
 
-def diagnosed(folder: Path, count: Count, *faults: Fault, iterations: int = 16) -> Diagnosis:
+def diagnosed(
+    folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1
+) -> Diagnosis:
     """Diagnoses a made-up run whose ranks counted, beside what ranks of a quiet machine count."""
-    run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations})
+    run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)
     for rank, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
@@ -247,6 +259,31 @@ def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
     assert (finding.cause, finding.ranks) == ("slow link", (1, 2))
     assert finding.reason is not None
     assert "sends 4.0% of its TCP segments again" in finding.reason.text
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({LINK_SPEED: 10_000}, "runs at 10,000 Mbit/s, those of other machines at 25,000 Mbit/s"),
+        ({LINK_RETRIES: 7}, "sends 7 packets per step again"),
+        ({LINK_ERRORS: 3}, "counts 3 faulty or dropped packets per step"),
+        ({LINK_PAUSES: 900}, "may not send for 900 ticks per step"),
+        ({}, ""),
+    ],
+    ids=["speed", "retries", "errors", "pauses", "sound"],
+)
+def test_ports_explain_a_slow_link_between_machines(
+    tmp_path: Path, counts: dict[str, float], text: str
+) -> None:
+    def count(rank: int, iteration: int) -> dict[str, float]:
+        return {LINK_SPEED: 25_000, LINK_PAUSES: 9, **(counts if rank == 1 else {})}
+
+    fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.02)
+    findings = diagnosed(tmp_path, count, fault, hosts=4).findings
+    (finding,) = (finding for finding in findings if finding.cause == "slow link")
+    reason = finding.reason.text if finding.reason else ""
+    assert text in reason
+    assert bool(text) == bool(reason)
 
 
 @pytest.mark.parametrize("machine", ['{"steal_ns": -1}', '{"steal_ns": 0.5}', "[1]", '{"a": "b"}'])

@@ -27,18 +27,24 @@ from megatron.adaptive.trace.machine_counters import (
     OWN_BUSY,
     PROCESSOR_WAIT,
     PROCESSORS,
-    RESENT_SEGMENTS,
-    SENT_SEGMENTS,
     STEAL,
     THROTTLED,
+)
+from megatron.adaptive.trace.network_counters import (
+    LINK_ERRORS,
+    LINK_PAUSES,
+    LINK_RETRIES,
+    LINK_SPEED,
+    RESENT_SEGMENTS,
+    SENT_SEGMENTS,
 )
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that a counter must show to be the reason."""
+"""Minimum fraction of the lost time that the counters of the reasons must show together."""
 
 EXPLAINS_TOO = 0.2
-"""Minimum fraction of the lost time that a counter must show to be named as well."""
+"""Minimum fraction of the lost time that a counter must show to be one of the reasons."""
 
 COUNTS = 0.05
 """Minimum fraction of the steps in which a counter must show a wait, to be named at all."""
@@ -54,6 +60,12 @@ LOSES = 0.005
 
 LOSES_OFTEN = 0.5
 """Minimum number of such segments per iteration."""
+
+FAULT_TIMES = 4.0
+"""Minimum ratio of a port's faults to those of other machines, to be the reason."""
+
+SLOWER_PORT = 0.6
+"""Maximum ratio of a port's speed to that of other machines, to be the reason."""
 
 OWN_PAGES = 4.0
 """Minimum ratio of a rank's page reads to those of others, to say that it alone is short."""
@@ -123,6 +135,26 @@ _CROWDED = _Wait(
 )
 
 
+_FAULTS = (
+    (
+        LINK_RETRIES,
+        "an RDMA port of {host} sends {count:.3g} packets per step again",
+        "look at the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
+    ),
+    (
+        LINK_ERRORS,
+        "a port of {host} counts {count:.3g} faulty or dropped packets per step",
+        "look at the cable and the port of {host} (ip -s link, ethtool -S)",
+    ),
+    (
+        LINK_PAUSES,
+        "an RDMA port of {host} has data and may not send for {count:.3g} ticks per step: the "
+        "network behind it is full",
+        "look for other jobs on the network of {host}, and at its routes",
+    ),
+)
+"""Counter, text and remedy of each fault of a port."""
+
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters that are those of the whole machine."""
 
@@ -153,24 +185,25 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         return []
     busy_ns = float(np.nansum(m.action_ns[chosen, column].astype(np.float64)))
     lost = busy_ns / elapsed_ns * (1 - 1 / factor)
-    main: list[Reason] = []
-    further: list[Reason] = []
+    parts: list[tuple[float, _Wait]] = []
     for wait in _WAITS:
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
         # Pressure on disks is that of all programs, of which this rank need not be one.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
-        if not is_own or mean < COUNTS or excess < EXPLAINS_TOO * lost:
-            continue
-        if excess >= EXPLAINS * lost and not main:
-            main.append(_reason(m, wait, [column], chosen))
-        elif not main or (main[0].counter, wait.counter) not in _CONTAINED:
-            further.append(_reason(m, wait, [column], chosen))
+        is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
+        if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
+            parts.append((excess, wait))
+    reasons = []
+    if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
+        # Stable: of those that explain enough alone, the first in the table comes first.
+        parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
+        reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     clock = _slow_clock(m, column, chosen, factor)
     if clock is not None:
-        main.append(clock)
-    return main + further if main else []
+        reasons.append(clock)
+    return reasons
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
@@ -198,14 +231,23 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
     )
 
 
-def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns how many packets the machines of a link lose; ``None`` if hardly any.
+def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns what is wrong with the network of a link's machines; ``None`` if nothing shows.
 
     Args:
         m: Measured times of the run.
         columns: Columns of the sender and of the receiver.
         chosen: Indices of the affected iterations.
     """
+    return (
+        lost_packets(m, columns, chosen)
+        or _port_counts(m, columns, chosen)
+        or _slow_port(m, columns, chosen)
+    )
+
+
+def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns how many TCP segments the ranks of a link lose; ``None`` if hardly any."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -219,6 +261,44 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
         text=f"{host} sends {worst:.1%} of its TCP segments again: packets are lost or come late",
         remedy=f"look for a faulty cable or port and for full queues at {host} "
         "(ip -s link, ethtool -S, tc -s qdisc)",
+    )
+
+
+def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns a reason if a port of the link counts far more faults than other machines."""
+    hosts = [header.host for header in m.headers]
+    for counter, text, remedy in _FAULTS:
+        means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
+        worst = max(columns, key=lambda column: float(means[column]))
+        others = [float(means[c]) for c, host in enumerate(hosts) if host != hosts[worst]]
+        usual = float(np.median(others)) if others else 0.0
+        if means[worst] >= max(LOSES_OFTEN, FAULT_TIMES * usual):
+            values = {"count": float(means[worst]), "host": hosts[worst]}
+            return Reason(
+                counter=counter, text=text.format(**values), remedy=remedy.format(**values)
+            )
+    return None
+
+
+def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
+    """Returns a reason if a port of the link is slower than those of other machines."""
+    speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
+    known = [column for column in columns if np.isfinite(speeds[:, column]).any()]
+    if not known:
+        return None
+    worst = min(known, key=lambda column: float(np.nanmedian(speeds[:, column])))
+    host = m.headers[worst].host
+    others = [column for column, header in enumerate(m.headers) if header.host != host]
+    if not np.isfinite(speeds[:, others]).any():
+        return None
+    speed, usual = float(np.nanmedian(speeds[:, worst])), float(np.nanmedian(speeds[:, others]))
+    if speed > SLOWER_PORT * usual:
+        return None
+    return Reason(
+        counter=LINK_SPEED,
+        text=f"a port of {host} runs at {speed:,.0f} Mbit/s, those of other machines at "
+        f"{usual:,.0f} Mbit/s",
+        remedy=f"look at the cable and the port of {host} (ethtool, ibstat)",
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.machine_counters import COUNTERS
 from megatron.adaptive.trace.metrics import compute_ns
@@ -67,6 +68,7 @@ class Measured:
             iterations without counters.
         layer_rows: For each rank, by iteration, the times of its layers as in ``IterationStart``;
             empty where they were not measured.
+        collectives: Collectives of each process group and operation; empty if the trace has none.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -85,6 +87,7 @@ class Measured:
     experts: tuple[Mapping[int, IterationStart], ...]
     machine: Mapping[str, Floats]
     layer_rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    collectives: tuple[JoinedCollectives, ...] = ()
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -246,6 +249,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
             tuple(run.ranks[rank].layers(iteration) for iteration in chosen.tolist())
             for rank in ranks
         ),
+        collectives=tuple(join_collectives(run, chosen.tolist())),
     )
 
 

@@ -16,7 +16,7 @@ from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, Re
 from megatron.adaptive.trace.diagnose.finding import Finding, Reason
 from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets
 from megatron.adaptive.trace.diagnose.samples import Measured, chance, middle
-from megatron.adaptive.trace.machine_counters import RESENT_SEGMENTS
+from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
 from megatron.adaptive.trace.span_columns import Ints
 
 LATE_TIMES = 3.0

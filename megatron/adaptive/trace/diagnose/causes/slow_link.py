@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets
+from megatron.adaptive.trace.diagnose.machine_reasons import link_reason
 from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
@@ -205,4 +205,4 @@ def _slow_link(
         f"other links {median_us - excess / 1e3:.4g} us",
     )
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
-    return replace(finding, reason=lost_packets(m, link.ends, rows))
+    return replace(finding, reason=link_reason(m, link.ends, rows))

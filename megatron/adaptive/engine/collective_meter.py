@@ -1,0 +1,247 @@
+"""Measures the collectives of model-parallel groups, for ``--trace-detail collectives``.
+
+A collective begins on a rank when the rank has all its input, and ends when the result is there. It
+can only transfer data when the last member of the group has arrived. Each rank records the times of
+its own part alone. The reader of the traces puts them on one clock, and separates waits and
+transfers (see ``trace.collectives``)::
+
+    rank 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
+    rank 1                          arrives ┴─ transfer ─┘ end
+
+Every call of a collective in torch ends at a method of ``ProcessGroup``. These methods are replaced
+during traced steps only. Collectives on tensors in host memory are timed by the host's clock, those
+on tensors of a device by its events.
+
+A rank counts all collectives of a step, and keeps the times of at most :data:`MOST_KEPT` per group.
+Which ones depends on their number alone, so all members keep the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.trace.trace_format import GroupCollectives
+
+MOST_KEPT = 24
+"""Maximum number of collectives of a group and step whose times are kept."""
+
+_OPERATIONS = {
+    "allreduce": "all-reduce",
+    "allreduce_coalesced": "all-reduce",
+    "allgather": "all-gather",
+    "allgather_coalesced": "all-gather",
+    "allgather_into_tensor_coalesced": "all-gather",
+    "all_gather_single": "all-gather",
+    "all_gather_single_coalesced": "all-gather",
+    "_allgather_base": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "reduce_scatter_single_coalesced": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "_reduce_scatter_base": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "alltoall_base": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+}
+"""Name of the collective that each method of a process group starts, in any release of torch."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """Holds a collective of this rank. ``end`` is ``None`` until it has ended."""
+
+    operation: str
+    size_bytes: int
+    clock: Any
+    start: Any
+    end: Any = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Holds a process group of this rank, and its collectives in the current step."""
+
+    kind: str
+    ranks: Sequence[int]
+    calls: list[_Call] = field(default_factory=list)
+
+
+class CollectiveMeter:
+    """Measures the collectives of this rank. All methods must be called from one thread.
+
+    Args:
+        groups: Process groups of this rank, by kind, such as ``tensor``.
+        clock: Clock that makes marks on the device.
+    """
+
+    def __init__(self, groups: Mapping[str, Any], clock: Any) -> None:
+        self._clock = clock
+        self._host_clock = CpuClock()
+        self._groups = {
+            group.group_name: _Group(kind, sorted(dist.get_process_group_ranks(group)))
+            for kind, group in groups.items()
+        }
+        self._watching = ExitStack()
+
+    def begin(self, *, is_traced: bool) -> None:
+        """Begins a step.
+
+        Args:
+            is_traced: Whether to measure the step.
+        """
+        self.close()
+        for group in self._groups.values():
+            group.calls = []
+        if is_traced:
+            for method, operation in _OPERATIONS.items():
+                self._replace(method, operation)
+
+    def close(self) -> None:
+        """Ends the measurement. Idempotent."""
+        self._watching.close()
+
+    def rows(self) -> list[GroupCollectives]:
+        """Returns the collectives of the step that ends, and waits until they are done.
+
+        Collectives that end in a later step are counted without their time.
+        """
+        self.close()
+        return [_summary(group) for group in self._groups.values() if group.calls]
+
+    def _replace(self, method: str, operation: str) -> None:
+        """Replaces a method of all process groups until :meth:`close`."""
+        # An attribute of the class would be a plain function, which cannot be put back as a method.
+        attribute = vars(dist.ProcessGroup).get(method)
+        if attribute is None:
+            return  # this release of torch has no such method
+        original = getattr(dist.ProcessGroup, method)
+
+        def measured(group: Any, *arguments: Any, **options: Any) -> Any:
+            own_group = self._groups.get(group.group_name)
+            if own_group is None:
+                return original(group, *arguments, **options)
+            tensors = list(_tensors(arguments[:2]))
+            on_device = any(tensor.is_cuda for tensor in tensors)
+            clock = self._clock if on_device else self._host_clock
+            size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            call = _Call(operation, size_bytes, clock, clock.mark())
+            own_group.calls.append(call)
+            work = original(group, *arguments, **options)
+            return work if work is None else _timed(work, call)
+
+        setattr(dist.ProcessGroup, method, measured)
+        self._watching.callback(setattr, dist.ProcessGroup, method, attribute)
+
+
+class _TimedWork:
+    """Passes everything on to a collective in flight, and notes when the caller has waited for it.
+
+    Some collectives of gloo have no future that says when they end.
+    """
+
+    def __init__(self, work: Any, call: _Call) -> None:
+        self._work = work
+        self._call = call
+
+    def wait(self, *arguments: Any) -> Any:
+        """Waits for the collective."""
+        result = self._work.wait(*arguments)
+        if self._call.end is None:
+            self._call.end = self._call.clock.mark()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _timed(work: Any, call: _Call) -> Any:
+    """Returns a collective in flight, made to note its end in ``call``."""
+
+    def ends(_: Any) -> None:
+        # For a device, torch calls this when the collective is queued, and the current stream is
+        # one that waits for it.
+        call.end = call.clock.mark()
+
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return _TimedWork(work, call)
+    future.add_done_callback(ends)
+    return work
+
+
+def model_parallel_groups() -> dict[str, Any]:
+    """Returns this rank's groups of megatron-core with more than one member, by kind."""
+    groups = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        "context": parallel_state.get_context_parallel_group(check_initialized=False),
+        "data": parallel_state.get_data_parallel_group(),
+        "data and context": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "expert": parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        "expert data": parallel_state.get_expert_data_parallel_group(check_initialized=False),
+        "model": parallel_state.get_model_parallel_group(check_initialized=False),
+        "optimizer": parallel_state.get_intra_distributed_optimizer_instance_group(
+            check_initialized=False
+        ),
+    }
+    return {
+        kind: group
+        for kind, group in groups.items()
+        if group is not None and len(dist.get_process_group_ranks(group)) > 1
+    }
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested lists and tuples."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _summary(group: _Group) -> GroupCollectives:
+    """Returns the collectives of a group: numbers and total times, and times of some of them."""
+    operations = list(dict.fromkeys(call.operation for call in group.calls))
+    counts = dict.fromkeys(operations, 0)
+    totals_ns = dict.fromkeys(operations, 0)
+    sizes = dict.fromkeys(operations, 0)
+    times: dict[int, tuple[int, int]] = {}
+    for number, call in enumerate(group.calls):
+        counts[call.operation] += 1
+        sizes[call.operation] += call.size_bytes
+        if call.end is None:
+            continue
+        call.clock.wait(call.end)
+        start_ns = call.clock.resolve_ns(call.start)
+        end_ns = max(start_ns, call.clock.resolve_ns(call.end))
+        totals_ns[call.operation] += end_ns - start_ns
+        times[number] = start_ns, end_ns
+    kept = sorted(range(len(group.calls)), key=_scrambled)[:MOST_KEPT]
+    return GroupCollectives(
+        kind=group.kind,
+        lowest_rank=group.ranks[0],
+        size=len(group.ranks),
+        operations=tuple(operations),
+        totals=tuple((counts[name], totals_ns[name], sizes[name]) for name in operations),
+        kept=tuple(
+            (number, operations.index(group.calls[number].operation), *times[number])
+            for number in sorted(kept)
+            if number in times
+        ),
+    )
+
+
+def _scrambled(number: int) -> int:
+    """Returns a number that orders collectives at random, in the same way on all ranks."""
+    # The top bits of a product with an odd constant depend on all bits of the number.
+    return (number * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 20

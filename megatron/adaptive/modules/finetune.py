@@ -1,0 +1,283 @@
+"""Fine-tunes a folder of ``transformers`` on a file of samples, for ``train finetune``.
+
+``examples/finetune/finetune.py`` is the same in short, to copy and change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
+from megatron.adaptive.modules.batch import Microbatch
+from megatron.adaptive.modules.pipeline import Pipeline
+from megatron.adaptive.modules.samples import SampleFile, SampleReader, load_processor, num_learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """Contains the settings of a run that fine-tunes a model.
+
+    Attributes:
+        model: Folder of the model.
+        data: Path of the file of JSON lines.
+        output: Folder for the tuned model, new or empty.
+        image_folder: Folder that contains all images; ``None`` for the folder of ``data``.
+        lora_rank: Rank of the adapters; 0 trains the whole model.
+        epochs: Number of times that all samples are trained.
+        batch_size: Number of samples per step, over all replicas.
+        lr: Learning rate of AdamW at the first step; it falls to 0 along a cosine.
+        max_length: Number of tokens after which a sample is cut off.
+        length_multiple: Number of which all lengths are made a multiple by padding.
+        eval_share: Share of the samples that is kept for evaluation.
+        pipeline_size: Number of processes per pipeline; ``None`` for all.
+        schedule: Name of the schedule.
+        dtype: Name of the parameters' type, such as ``bfloat16``; ``None`` for that of the folder.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast, ``None`` for none.
+        recompute: Calls that the backward pass runs again, as for :class:`Pipeline`.
+        seed: Seed of the order of samples, of adapters and of dropout.
+        checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
+            save none.
+        save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
+        wandb: Project of Weights & Biases, ``None`` for none.
+        trust_remote_code: Whether Python code in the model's folder may be run.
+    """
+
+    model: Path
+    data: Path
+    output: Path
+    image_folder: Path | None = None
+    lora_rank: int = 0
+    epochs: int = 1
+    batch_size: int = 8
+    lr: float = 2e-4
+    max_length: int = 2048
+    length_multiple: int = 64
+    eval_share: float = 0.05
+    pipeline_size: int | None = None
+    schedule: str = "adaptive"
+    dtype: str | None = None
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    recompute: Literal["all", "selective"] | None = None
+    seed: int = 1
+    checkpoints: Path | None = None
+    save_interval: int | None = None
+    wandb: str | None = None
+    trust_remote_code: bool = False
+
+    def read(self) -> tuple[Any, SampleFile]:
+        """Returns the processor of the model, and the samples.
+
+        Raises:
+            ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
+        """
+        # A wrong path should end the program now, not after the training.
+        if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise ConfigError(f"{self.output} exists and is not empty: name a new folder")
+        processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
+        reader = SampleReader(
+            processor=processor,
+            max_length=self.max_length,
+            length_multiple=self.length_multiple,
+            image_folder=self.image_folder,
+        )
+        samples = reader.read(self.data)
+        self.num_trained(len(samples), 1)
+        return processor, samples
+
+    def num_trained(self, num_samples: int, replicas: int) -> int:
+        """Returns the number of samples to train on; the others are for evaluation.
+
+        Args:
+            num_samples: Number of all samples.
+            replicas: Number of replicas, each of which needs a sample for evaluation.
+
+        Raises:
+            ConfigError: If too few samples are left to train on.
+        """
+        num_held_out = max(replicas, round(self.eval_share * num_samples)) if self.eval_share else 0
+        num_trained = num_samples - num_held_out
+        if num_trained < self.batch_size:
+            raise ConfigError(
+                f"{max(0, num_trained)} samples are left to train on, and a step needs "
+                f"{self.batch_size}: give more samples or a smaller batch size"
+            )
+        return num_trained
+
+    @property
+    def adapter(self) -> Any:
+        """Returns the configuration of the adapters for PEFT, ``None`` without adapters."""
+        if not self.lora_rank:
+            return None
+        try:
+            from peft import LoraConfig
+        except ImportError as error:
+            raise SetupError(f"adapters need peft ({error}): pip install peft") from None
+        return LoraConfig(
+            r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
+        )
+
+
+def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None:
+    """Fine-tunes the model, and saves it as a folder that ``transformers`` reads. Collective.
+
+    Args:
+        settings: Settings of the run.
+        processor: Processor of the model, which is saved beside it.
+        samples: SampleFile from :meth:`FineTuning.read`.
+    """
+    with Pipeline.from_pretrained(
+        settings.model,
+        samples.kinds,
+        adapter=settings.adapter,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        trust_remote_code=settings.trust_remote_code,
+        pipeline_size=settings.pipeline_size,
+        batch_size=settings.batch_size,
+        schedule=settings.schedule,
+        mixed_precision=settings.mixed_precision,
+        recompute=settings.recompute,
+        seed=settings.seed,
+        decisive_entries=samples.decisive_entries,
+    ) as pipeline:
+        _Run(settings, pipeline, samples).train()
+        pipeline.save_pretrained(settings.output)
+        if torch.distributed.get_rank() == 0:
+            processor.save_pretrained(settings.output)
+
+
+class _Run:
+    """Trains a pipeline on samples, and reports losses.
+
+    Args:
+        settings: Settings of the run.
+        pipeline: Pipeline of the model.
+        samples: SampleFile to train on and to evaluate with.
+
+    """
+
+    def __init__(self, settings: FineTuning, pipeline: Pipeline, samples: SampleFile) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._samples = samples
+        self._is_first = torch.distributed.get_rank() == 0
+        order = list(range(len(samples)))
+        random.Random(settings.seed).shuffle(order)
+        num_trained = settings.num_trained(len(order), pipeline.replicas)
+        self._trained = order[:num_trained]
+        self._held_out = order[num_trained:]
+        self._steps_per_epoch = num_trained // settings.batch_size
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._logger: Any = None
+
+    def train(self) -> None:
+        """Trains all epochs, and evaluates after each one. Collective."""
+        settings = self._settings
+        pipeline = self._pipeline
+        steps = self._steps_per_epoch * settings.epochs
+        pipeline.set_optimizer(self._make_optimizer, clip_norm=1.0)
+        self._open_logger()
+        self._say(
+            f"{len(self._trained)} samples to train on, {len(self._held_out)} for evaluation, "
+            f"{self._samples.num_empty} without anything to learn left out"
+        )
+        for step in pipeline.loop(
+            steps,
+            folder=settings.checkpoints,
+            save_interval=settings.save_interval,
+            state={"order of samples": self},
+        ):
+            epoch, position = divmod(step, self._steps_per_epoch)
+            for group in (group for item in self._optimizers for group in item.param_groups):
+                group["lr"] = settings.lr * (1 + math.cos(math.pi * step / steps)) / 2
+            batch = pipeline.share(self._batch(epoch, position))
+            loss, _ = pipeline.step(batch, num_items=num_learned(batch))
+            self._say(f"step {step + 1} of {steps}: loss {loss:.6f}")
+            self._log({"loss": loss, "gradient norm": pipeline.grad_norm})
+            if self._held_out and position + 1 == self._steps_per_epoch:
+                loss = self._evaluate()
+                self._say(f"epoch {epoch + 1} of {settings.epochs}: evaluation loss {loss:.6f}")
+                self._log({"evaluation loss": loss})
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns what decides which samples a step trains, for checkpoints."""
+        settings = self._settings
+        return {
+            "seed": settings.seed,
+            "epochs": settings.epochs,
+            "batch size": settings.batch_size,
+            "samples to train on": len(self._trained),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Checks that a checkpoint was made with the same order of samples.
+
+        Raises:
+            CheckpointError: If it was not: samples would be left out or trained twice.
+        """
+        for name, value in self.state_dict().items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"{self._settings.checkpoints} was made with {name} {state.get(name)}, and now "
+                    f"it is {value}: give the former settings, or a new folder of checkpoints"
+                )
+
+    def _evaluate(self) -> float:
+        """Returns the mean loss over all learned tokens that are kept for evaluation. Collective.
+
+        It takes as many samples at a time as a step, because more may not fit into memory.
+        """
+        pipeline = self._pipeline
+        indices = self._held_out
+        size = max(self._settings.batch_size, pipeline.replicas)
+        starts = list(range(0, len(indices), size))
+        if len(starts) > 1 and len(indices) - starts[-1] < pipeline.replicas:
+            starts.pop()
+        total = total_items = 0.0
+        for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+            batch = [self._samples[index] for index in indices[start:end]]
+            part = pipeline.share(batch)
+            items = sum(num_learned(batch))
+            total += items * pipeline.eval(part, num_items=num_learned(part))
+            total_items += items
+        return total / total_items
+
+    def _batch(self, epoch: int, position: int) -> list[Microbatch]:
+        """Returns the samples of a step, in an order that differs between epochs."""
+        order = list(self._trained)
+        random.Random(self._settings.seed + 1 + epoch).shuffle(order)
+        size = self._settings.batch_size
+        return [self._samples[index] for index in order[position * size : (position + 1) * size]]
+
+    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        self._optimizers.append(torch.optim.AdamW(parameters, lr=self._settings.lr))
+        return self._optimizers[-1]
+
+    def _open_logger(self) -> None:
+        """Starts a run of Weights & Biases on the first process, if the user wants one."""
+        if self._settings.wandb is not None and self._is_first:
+            try:
+                import wandb
+            except ImportError as error:
+                raise SetupError(
+                    f"Weights & Biases needs wandb ({error}): pip install wandb"
+                ) from None
+            values = {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in dataclasses.asdict(self._settings).items()
+            }
+            self._logger = wandb.init(project=self._settings.wandb, config=values)
+
+    def _log(self, values: dict[str, float]) -> None:
+        if self._logger is not None:
+            self._logger.log(values, step=self._pipeline.steps)
+
+    def _say(self, line: str) -> None:
+        if self._is_first:
+            print(line, flush=True)

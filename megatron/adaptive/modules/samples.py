@@ -1,0 +1,434 @@
+"""Reads samples for fine-tuning a model of ``transformers``: conversations or texts, with images.
+
+::
+
+    line of JSON ──image files──> conversation ──chat template, processor──> microbatch of a sample
+
+Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
+the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
+file is read, so that a wrong line is named before training starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.adaptive.config.input_files import open_file
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.batch import Microbatch
+from megatron.adaptive.modules.pretrained import transformers_module
+
+IGNORED = -100
+"""Label of tokens that are not learned."""
+
+# Entries whose values decide shapes: sizes of images, and which tokens stand for images.
+_DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
+
+# Keys of a part of a message that may name an image, in the forms that are in use.
+_NAMES = ("image", "path", "url", "image_url")
+
+
+def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Returns the processor of a model, or its tokenizer if the model takes only text.
+
+    Args:
+        folder: Folder of the model.
+        trust_remote_code: Whether Python code in the folder may be run.
+
+    Raises:
+        ConfigError: If the folder has no tokenizer and no processor.
+    """
+    try:
+        return transformers_module().AutoProcessor.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        reason = _first_line(error)
+        raise ConfigError(
+            f"{folder} has no tokenizer or processor that transformers can read ({reason}): name "
+            "the folder of a model"
+        ) from None
+
+
+def num_learned(batch: Sequence[Microbatch]) -> list[float]:
+    """Returns the number of learned tokens in each microbatch, for ``num_items`` of a step."""
+    return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleReader:
+    """Makes microbatches of lines of JSON, one sample in each.
+
+    Attributes:
+        processor: Processor or tokenizer of the model, from :func:`load_processor`.
+        max_length: Number of tokens after which a sample is cut off.
+        length_multiple: Number of which all lengths are made a multiple by padding, because a
+            pipeline records the model once per length.
+        image_folder: Folder that contains all images, to which their paths are relative; ``None``
+            for the folder of the file with the lines.
+        kept_bytes: Maximum size in bytes of the samples that are kept in memory. The others are
+            encoded again at each use.
+    """
+
+    processor: Any
+    max_length: int = 2048
+    length_multiple: int = 64
+    image_folder: Path | None = None
+    kept_bytes: int = 1 << 30
+
+    def read(self, path: Path) -> SampleFile:
+        """Reads the samples of a file that have something to learn.
+
+        Raises:
+            ConfigError: If the file cannot be read, has no such samples, or has a wrong line. The
+                message names the line.
+        """
+        return SampleFile(path, self)
+
+    def encode(self, sample: Any, image_folder: Path) -> dict[str, torch.Tensor]:
+        """Returns a sample as a microbatch.
+
+        Args:
+            sample: Object of a line.
+            image_folder: Folder that contains all images.
+
+        Raises:
+            ConfigError: If the sample has no text, its images cannot be read, or the model or its
+                chat template takes no images.
+        """
+        if not isinstance(sample, Mapping) or not ("messages" in sample or "text" in sample):
+            raise ConfigError("give an object with text, or with messages for the chat template")
+        images, messages = _with_images(sample, image_folder, self.processor)
+        if messages is not None:
+            encoded = self._apply_template(messages, images)
+        else:
+            text = sample["text"]
+            if not isinstance(text, str):
+                raise ConfigError(f"text is a {type(text).__name__}: give a string")
+            self._check_places(text, images)
+            options = {"images": images} if images else {}
+            encoded = self.processor(text=text, return_tensors="pt", **options)
+        return self._padded(encoded, has_images=bool(images))
+
+    def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
+        """Returns the entries of a conversation."""
+        processor = self.processor
+        template = processor.chat_template
+        if template is None:
+            raise ConfigError(
+                "the model's folder has no chat template: give text, or add chat_template.jinja"
+            )
+        self._check_places(processor.apply_chat_template(messages, tokenize=False), images)
+        return processor.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            return_assistant_tokens_mask=bool(re.search(r"{%-?\s*generation\b", str(template))),
+        )
+
+    def _check_places(self, prompt: str, images: list[Any]) -> None:
+        """Checks that the text before encoding has a place for each image."""
+        markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
+        counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
+        if counts and max(counts) != len(images):
+            raise ConfigError(
+                f"the line has {len(images)} images, and its text has {max(counts)} places for "
+                f"images ({markers[0]}) after the chat template: correct the line, or the template"
+            )
+
+    def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
+        """Adds labels, and cuts off or pads entries with a value per token."""
+        entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
+        # Padding follows the text, so no token of the text attends to it, and no mask is needed.
+        every_token = entries.pop("attention_mask")
+        learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
+        ids = entries["input_ids"]
+        entries["labels"] = ids.masked_fill(learned == 0, IGNORED)
+        length = min(ids.shape[1], self.max_length)
+        if has_images:
+            self._check_cut(ids[:, length:])
+        padding = (0, -length % self.length_multiple)
+        for name, entry in entries.items():
+            if entry.shape == ids.shape:
+                value = IGNORED if name == "labels" else 0
+                entries[name] = torch.nn.functional.pad(entry[:, :length], padding, value=value)
+        return entries
+
+    def _check_cut(self, removed: torch.Tensor) -> None:
+        """Checks that the tokens to be cut off do not stand for parts of an image."""
+        image_token = getattr(self.processor, "image_token_id", None)
+        if removed.numel() and (image_token is None or (removed == image_token).any()):
+            raise ConfigError(
+                f"an image is among the {removed.numel()} tokens after the first "
+                f"{self.max_length}: raise the maximum length, or give smaller images"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """Contains a line of the file.
+
+    Attributes:
+        number: Number of the line, from 1.
+        text: Content of the line.
+    """
+
+    number: int
+    text: str
+
+
+class SampleFile:
+    """Contains the samples of a file; indexing returns a microbatch.
+
+    Args:
+        path: Path of the file, with a JSON object in each line.
+        reader: Reader that encodes the lines.
+
+    Attributes:
+        num_empty: Number of samples that were left out, because they have nothing to learn.
+    """
+
+    def __init__(self, path: Path, reader: SampleReader) -> None:
+        self._path = path
+        self._reader = reader
+        self._image_folder = reader.image_folder or path.parent
+        self._lines: list[_Line] = []
+        self._kept: dict[int, Microbatch] = {}
+        self._indices_of_kinds: dict[frozenset[str], int] = {}
+        self.num_empty = 0
+        left = reader.kept_bytes
+        for line in _lines_of(path):
+            sample = self._encode(line)
+            if not num_learned([sample])[0]:
+                self.num_empty += 1
+                continue
+            self._indices_of_kinds.setdefault(frozenset(sample), len(self._lines))
+            left -= sum(entry.nbytes for entry in sample.values())
+            if left >= 0:
+                self._kept[len(self._lines)] = sample
+            self._lines.append(line)
+        if not self._lines:
+            raise ConfigError(
+                f"{path} has no samples with something to learn, and {self.num_empty} without: "
+                "give samples, or raise the maximum length if it cuts off all answers"
+            )
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Microbatch:
+        kept = self._kept.get(index)
+        return self._encode(self._lines[index]) if kept is None else kept
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def kinds(self) -> list[Microbatch]:
+        """Returns a sample of each kind, such as with and without images.
+
+        They show a pipeline what microbatches contain.
+        """
+        return [self[index] for index in self._indices_of_kinds.values()]
+
+    @property
+    def decisive_entries(self) -> list[str]:
+        """Returns the names of entries whose values decide what the model does."""
+        names = frozenset[str]().union(*self._indices_of_kinds)
+        return sorted(name for name in names if _DECISIVE.fullmatch(name))
+
+    def _encode(self, line: _Line) -> Microbatch:
+        """Encodes a line.
+
+        Raises:
+            ConfigError: If the line is wrong.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._reader.encode(json.loads(line.text), self._image_folder)
+        except ConfigError as error:
+            reason = str(error)
+        except (
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TemplateError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = f"it cannot be encoded ({type(error).__name__}: {_first_line(error)})"
+        raise ConfigError(f"{self._path}:{line.number}: {reason}")
+
+
+def _with_images(
+    sample: Mapping[str, Any], folder: Path, processor: Any
+) -> tuple[list[Any], list[Any] | None]:
+    """Opens the images of a sample and puts them into its messages.
+
+    A message's ``content`` is a text or a list of parts. A part ``{"type": "image", "path": FILE}``
+    names an image; ``{"type": "image"}`` stands for the next one of the sample's ``images``.
+
+    Args:
+        sample: Object of a line, with ``messages`` or ``text``, and ``images`` if wanted.
+        folder: Folder that contains all images.
+        processor: Processor of the model, or its tokenizer if it takes only text.
+
+    Returns:
+        All images in order, and the messages with images in their parts; ``None`` instead of the
+        messages if the sample has none.
+
+    Raises:
+        ConfigError: If an image cannot be read, the messages have another form, or the model takes
+            no images.
+    """
+    names = sample.get("images") or []
+    if not isinstance(names, list):
+        raise ConfigError('images is not a list: give "images": ["FILE", ...]')
+    takes_images = getattr(processor, "image_processor", None) is not None
+    if names and not takes_images:
+        raise _no_images()
+    listed = [_open_image(name, folder) for name in names]
+    if "messages" not in sample:
+        return listed, None
+    messages = sample["messages"]
+    if not (isinstance(messages, list) and all(map(_has_role, messages))):
+        raise ConfigError('messages is not a list of objects such as {"role": ..., "content": ...}')
+    images: list[Any] = []
+    waiting = iter(listed)
+    filled: list[Any] = []
+    for message in messages:
+        content = message.get("content")
+        if content is None or (isinstance(content, str) and not takes_images):
+            filled.append(dict(message))
+            continue
+        parts = _parts(content)
+        for part in parts:
+            if part["type"] == "text":
+                continue
+            if not takes_images:
+                raise _no_images()
+            name = next((part.pop(key) for key in _NAMES if key in part), None)
+            image = next(waiting, None) if name is None else _open_image(name, folder)
+            if image is None:
+                raise ConfigError(
+                    f"the messages have more parts of type image than the {len(listed)} images: "
+                    "give a path in each of these parts, or as many images"
+                )
+            part.update(type="image", image=image)
+            images.append(image)
+        # Templates of models that take only text expect a string.
+        content = parts if takes_images else "".join(part["text"] for part in parts)
+        filled.append({**message, "content": content})
+    unused = sum(1 for _ in waiting)
+    if unused:
+        raise ConfigError(
+            f"{unused} of {len(listed)} images have no part of type image in the messages: add "
+            '{"type": "image"} where each one belongs'
+        )
+    return images, filled
+
+
+def _has_role(message: Any) -> bool:
+    """Returns whether an entry of the messages is an object that says who speaks."""
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
+def _no_images() -> ConfigError:
+    return ConfigError(
+        "the line has images, and the model's folder has no processor for images: leave them out, "
+        "or name a model that takes images"
+    )
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Returns the content of a message as a list of parts of the types text and image."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ConfigError("the content of a message is neither a text nor a list of parts")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        is_text = kind == "text" and isinstance(part.get("text"), str)
+        if not (is_text or kind in ("image", "image_url")):
+            raise ConfigError(
+                f"a part of a message is {str(part)[:80]!r}: give "
+                '{"type": "text", "text": ...} or {"type": "image", "path": ...}'
+            )
+        parts.append(dict(part))
+    return parts
+
+
+def _open_image(name: Any, folder: Path) -> Any:
+    """Returns an image of a file as RGB.
+
+    Args:
+        name: Path of the image, relative to the folder or absolute; or an object with this path
+            as ``url``.
+        folder: Folder that must contain the image.
+
+    Raises:
+        ConfigError: If the path leads out of the folder, or the file is missing or no whole image.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if isinstance(name, Mapping):
+        name = name.get("url")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"an image is {str(name)[:80]!r}: give the path of a file")
+    if name.startswith("data:") or "://" in name:
+        raise ConfigError(
+            f"image {name[:80]}: nothing is downloaded or decoded from an address: save the image, "
+            "and give the path of the file"
+        )
+    root = os.path.abspath(folder)
+    path = os.path.abspath(os.path.join(root, name))
+    if os.path.commonpath([root, path]) != root:
+        raise ConfigError(
+            f"image {name} is outside of the folder of images {root}: move it there, or name "
+            "another folder of images"
+        )
+    if not os.path.isfile(path):
+        problem = "is not a file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"image {path} {problem}: correct the path")
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        raise ConfigError(f"image {path} is in no format that Pillow reads: convert it") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"image {path} is damaged ({reason}): replace it") from None
+
+
+def _lines_of(path: Path) -> Iterator[_Line]:
+    """Yields the lines of a file that are not empty.
+
+    Raises:
+        ConfigError: If the file cannot be read, or a line is not UTF-8 text.
+    """
+    try:
+        with open_file(path) as file:
+            for number, data in enumerate(file, start=1):
+                text = data.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield _Line(number=number, text=text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}:{number}: byte {error.start} is no valid UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: name a file of JSON lines") from None
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]

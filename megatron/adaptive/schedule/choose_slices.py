@@ -1,0 +1,160 @@
+"""Chooses the number of slices of each sequence by simulation, for ``--sequence-slices auto``.
+
+The first steps run with two numbers of slices, such as 8 and 4. With n slices, the work of a stage
+on a microbatch takes ``whole + (n - 1) * added``. Two measurements determine both::
+
+    measured    8 slices  2.14 s       added = (2.14 - 2.06) / 4 = 0.02 s for each further slice
+                4 slices  2.06 s       whole = 2.06 - 3 * 0.02   = 2.00 s
+
+With these times, steps with other numbers of slices are simulated. Of numbers whose steps take
+about equally long, the smallest is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
+
+_ALIKE = 0.01
+"""Relative difference up to which two step times are treated as equal."""
+_LEAST_WHOLE = 0.25
+"""Smallest part of a measured time that is left for the work itself. Noise may exceed the time that
+slices add."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceTrial:
+    """Holds times that were measured with one number of slices.
+
+    Attributes:
+        num_slices: Number of slices of each microbatch.
+        times: Times of a whole microbatch on each stage: sums over its slices.
+    """
+
+    num_slices: int
+    times: StageTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTrial:
+    """Decision to measure steps with another number of slices, for all ranks.
+
+    Attributes:
+        text: Decision as a line for the log.
+        trial: Times measured until now.
+        num_slices: Number of slices to measure next.
+    """
+
+    text: str
+    trial: SliceTrial
+    num_slices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceChoice:
+    """Holds the chosen number of slices.
+
+    Attributes:
+        num_slices: Number of slices.
+        text: Simulated steps with each number, as a part of a line for the log.
+    """
+
+    num_slices: int
+    text: str
+
+
+def added_s(first: SliceTrial, second: SliceTrial) -> float:
+    """Returns the time that a further slice adds to a forward pass and to a backward pass.
+
+    It is the mean over all stages, in seconds, and at least 0.
+
+    Args:
+        first: Times with one number of slices.
+        second: Times with another number of slices.
+    """
+    further = first.num_slices - second.num_slices
+    whole_s = [
+        statistics.fmean(map(sum, zip(*_rows(trial.times), strict=True)))
+        for trial in (first, second)
+    ]
+    return max(0.0, (whole_s[0] - whole_s[1]) / further / 2)
+
+
+def _rows(times: StageTimes) -> list[tuple[float, ...]]:
+    """Returns the times of F, B and W that were measured, each by stage."""
+    return [row for row in (times.forward_s, times.backward_s, times.weight_s) if row]
+
+
+def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
+    """Returns a profile with the times of whole microbatches, and of what each slice adds.
+
+    Args:
+        profile: Profile measured with slices.
+        num_slices: Number of slices during the measurement.
+        slice_s: Time in seconds that each further slice adds to F and to B.
+    """
+    times = profile.times
+    added = (num_slices - 1) * slice_s
+
+    def whole(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(max(seconds - added, _LEAST_WHOLE * seconds) for seconds in row)
+
+    times = replace(times, forward_s=whole(times.forward_s), backward_s=whole(times.backward_s))
+    return replace(profile, times=times, slice_s=slice_s)
+
+
+def memory_factor(num_slices: int, measured: int) -> float:
+    """Returns the most that a microbatch keeps in another number of slices, relative to measured.
+
+    Without a kernel for attention, a slice keeps its scores with earlier tokens. So n slices keep
+    ``(1 + 1 / n) / 2`` of all scores. Of other activations they keep as much as without slices.
+
+    Args:
+        num_slices: Number of slices.
+        measured: Number of slices during the measurement.
+    """
+    return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
+
+
+def choose_number(
+    numbers: Sequence[int], choose_for: Callable[[int], ScheduleChoice], until_s: float
+) -> SliceChoice:
+    """Chooses the number of slices whose fastest schedule takes the least time.
+
+    Args:
+        numbers: Numbers of slices to simulate; the first one is always simulated.
+        choose_for: Function that chooses the fastest schedule for a number of slices. It raises
+            ``ScheduleError`` if none fits into memory.
+        until_s: Value of ``time.monotonic`` after which no more numbers are simulated.
+
+    Raises:
+        ScheduleError: No number fits into memory.
+    """
+    steps_s: dict[int, float] = {}
+    for number in numbers:
+        if steps_s and time.monotonic() >= until_s:
+            break
+        with contextlib.suppress(ScheduleError):
+            steps_s[number] = choose_for(number).step_s
+    if not steps_s:
+        raise ScheduleError(
+            "no number of slices fits into memory; lower --micro-batch-size or recompute"
+            " activations"
+        )
+    least_s = min(steps_s.values())
+    number = min(n for n, step_s in steps_s.items() if step_s <= least_s * (1 + _ALIKE))
+    listed = ", ".join(f"{n}: {steps_s[n] * 1e3:.4g} ms" for n in sorted(steps_s))
+    return SliceChoice(num_slices=number, text=f"simulated steps by number of slices: {listed}")
+
+
+def ratio(whole: StageTimes, measured: StageTimes) -> float:
+    """Returns the work of all stages without what slices add, relative to the measured time."""
+    sums = [sum(map(sum, _rows(times))) for times in (whole, measured)]
+    return sums[0] / sums[1] if sums[1] else 1.0

@@ -1,0 +1,233 @@
+"""Separates the wait of each collective for its slowest member from its transfer.
+
+The members of a process group record when they arrived at a collective and when it ended. On the
+run's common clock, a member waits from its own arrival until that of the last member; the rest is
+the transfer::
+
+    member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
+    member 1                          arrives ┴─ transfer ─┘ end
+
+Each member keeps the times of the same collectives, a sample if there are many, and the total time
+of all. A group is left out if a member has no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.span_columns import Ints
+from megatron.adaptive.trace.trace_format import GroupCollectives
+
+Floats = npt.NDArray[np.floating[Any]]
+
+_NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class JoinedCollectives:
+    """Holds the collectives of one group and operation whose times all members kept.
+
+    Attributes:
+        kind: Kind of the group, such as ``tensor``.
+        operation: Name of the collective, such as ``all-reduce``.
+        ranks: Global ranks of the members, ascending.
+        iteration: ``[collectives]``, number of the iteration.
+        start_ns: ``[collectives, members]``, arrival of each member on the run's clock.
+        end_ns: ``[collectives, members]``, end on each member on the run's clock.
+        per_step: Mean number of collectives in an iteration, also of those without times.
+        total_ns: Mean time in ns of all these collectives in an iteration, over the members.
+        size_bytes: Mean size in bytes of inputs and results of a collective on a member.
+    """
+
+    kind: str
+    operation: str
+    ranks: tuple[int, ...]
+    iteration: Ints
+    start_ns: Ints
+    end_ns: Ints
+    per_step: float
+    total_ns: float
+    size_bytes: float
+
+    @property
+    def last_ns(self) -> Ints:
+        """``[collectives]``, arrival of the last member."""
+        return np.asarray(self.start_ns.max(axis=1))
+
+    @property
+    def wait_ns(self) -> Ints:
+        """``[collectives, members]``, time from a member's arrival to that of the last one."""
+        return np.asarray(self.last_ns[:, None] - self.start_ns)
+
+    @property
+    def transfer_ns(self) -> Ints:
+        """``[collectives, members]``, time from the last arrival to the end on a member."""
+        return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
+
+    @property
+    def held_up_ns(self) -> Floats:
+        """``[collectives, members]``, time for which all others waited for this member alone."""
+        ordered = np.sort(self.start_ns, axis=1)
+        gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
+        is_last = np.arange(len(self.ranks)) == self.start_ns.argmax(axis=1)[:, None]
+        return np.where(is_last, gap_ns[:, None], 0.0)
+
+    @property
+    def name(self) -> str:
+        """Name of the collectives for users: kind of the group and operation."""
+        return f"{self.kind} {self.operation}"
+
+
+def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
+    """Returns the collectives of each group and operation in some iterations, on one clock.
+
+    Args:
+        run: Trace of the run.
+        iterations: Numbers of the iterations.
+    """
+    members: dict[tuple[str, int], dict[int, dict[int, GroupCollectives]]] = {}
+    for iteration in iterations:
+        for rank in sorted(run.ranks):
+            for group in run.ranks[rank].collectives(iteration):
+                of_group = members.setdefault((group.kind, group.lowest_rank), {})
+                of_group.setdefault(iteration, {})[rank] = group
+    joined = []
+    for (kind, _), by_iteration in sorted(members.items()):
+        whole = {
+            iteration: by_rank
+            for iteration, by_rank in by_iteration.items()
+            if all(len(by_rank) == group.size for group in by_rank.values())
+        }
+        operations = {
+            operation
+            for by_rank in whole.values()
+            for group in by_rank.values()
+            for operation in group.operations
+        }
+        for operation in sorted(operations):
+            of_operation = _join(kind, operation, whole)
+            if of_operation is not None:
+                joined.append(of_operation)
+    return joined
+
+
+def _join(
+    kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
+) -> JoinedCollectives | None:
+    """Joins the members' times of an operation; ``None`` if no collective has all of them.
+
+    Args:
+        kind: Kind of the group.
+        operation: Name of the collective.
+        groups: Each member's collectives, by iteration and rank.
+    """
+    iterations: list[int] = []
+    starts: list[list[int]] = []
+    ends: list[list[int]] = []
+    totals: list[tuple[int, int, int]] = []
+    ranks: Sequence[int] = ()
+    for iteration, by_rank in groups.items():
+        ranks = sorted(by_rank)
+        kept = [_kept(by_rank[rank], operation) for rank in ranks]
+        for number in sorted(set.intersection(*map(set, kept))):
+            iterations.append(iteration)
+            starts.append([times[number][0] for times in kept])
+            ends.append([times[number][1] for times in kept])
+        totals += [
+            total
+            for group in by_rank.values()
+            for name, total in zip(group.operations, group.totals, strict=True)
+            if name == operation
+        ]
+    if not iterations:
+        return None
+    count, total_ns, size_bytes = np.array(totals, dtype=np.float64).sum(axis=0)
+    parts = len(groups) * len(ranks)
+    return JoinedCollectives(
+        kind=kind,
+        operation=operation,
+        ranks=tuple(ranks),
+        iteration=np.array(iterations, dtype=np.int64),
+        start_ns=np.array(starts, dtype=np.int64),
+        end_ns=np.array(ends, dtype=np.int64),
+        per_step=float(count) / parts,
+        total_ns=float(total_ns) / parts,
+        size_bytes=float(size_bytes / max(1.0, count)),
+    )
+
+
+def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
+    """Returns start and end in ns of a member's collectives, by their numbers."""
+    return {
+        number: (start_ns, end_ns)
+        for number, of, start_ns, end_ns in group.kept
+        if group.operations[of] == operation
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFigures:
+    """Holds the times of a kind of collective in a step, the mean over all groups of the kind.
+
+    Attributes:
+        kind: Kind of the groups, such as ``tensor``.
+        operation: Name of the collective.
+        size: Number of members of a group.
+        count: Number of collectives of a group.
+        size_bytes: Mean size in bytes of inputs and results of a collective on a member.
+        wait_ms: Time of a member in ms in which it waited for the last member.
+        transfer_ms: Rest of a member's time in ms.
+        last_rank: Global rank for which others waited longest.
+        last_ms: Time in ms of the step for which all others of its group waited for that rank.
+    """
+
+    kind: str
+    operation: str
+    size: int
+    count: float
+    size_bytes: float
+    wait_ms: float
+    transfer_ms: float
+    last_rank: int
+    last_ms: float
+
+
+def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
+    """Returns the times of each kind of collective in an iteration, empty if the trace has none."""
+    by_name: dict[str, list[JoinedCollectives]] = {}
+    for joined in join_collectives(run, [iteration]):
+        by_name.setdefault(joined.name, []).append(joined)
+    return [_figures(groups) for groups in by_name.values()]
+
+
+def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
+    """Returns the figures of one kind of collective from those of its groups."""
+    held_up_ms = {}
+    wait_ms = []
+    transfer_ms = []
+    for group in groups:
+        # The collectives without times are assumed to be like those with times.
+        wait_ns = float(group.wait_ns.sum())
+        waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
+        wait_ms.append(group.total_ns * waited / _NS_PER_MS)
+        transfer_ms.append(group.total_ns * (1 - waited) / _NS_PER_MS)
+        for rank, held_ns in zip(group.ranks, group.held_up_ns.mean(axis=0), strict=True):
+            held_up_ms[rank] = float(held_ns) * group.per_step / _NS_PER_MS
+    last_rank = max(held_up_ms, key=lambda rank: held_up_ms[rank])
+    return CollectiveFigures(
+        kind=groups[0].kind,
+        operation=groups[0].operation,
+        size=max(len(group.ranks) for group in groups),
+        count=float(np.mean([group.per_step for group in groups])),
+        size_bytes=float(np.mean([group.size_bytes for group in groups])),
+        wait_ms=float(np.mean(wait_ms)),
+        transfer_ms=float(np.mean(transfer_ms)),
+        last_rank=last_rank,
+        last_ms=held_up_ms[last_rank],
+    )

@@ -1,0 +1,262 @@
+"""Finds members of process groups for which others wait, and groups whose transfers take longer.
+
+Both need the times of collectives (``--trace-detail collectives``). Waits count as the fault of a
+rank only in groups whose members do the same work at the same time. In other groups, such as
+data-parallel ones, they show that a whole replica is late, which has causes of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.adaptive.trace.collectives import JoinedCollectives
+from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
+from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.samples import (
+    Floats,
+    Measured,
+    best_interval,
+    chance,
+    noise,
+    spread,
+)
+from megatron.adaptive.trace.read import describe_numbers
+from megatron.adaptive.trace.span_columns import Ints, Mask
+from megatron.adaptive.trace.whatif.operations import OPTIMIZER, REDUCE
+
+IN_STEP = ("tensor", "context", "expert")
+"""Kinds of groups whose members run the same actions at the same time."""
+
+OF_STEP = 0.05
+"""Minimum time that a finding costs in each step, as a fraction of the step."""
+
+ERRORS = 5.0
+"""Minimum of that time, as a number of standard errors."""
+
+CHANGE_SURE = 7.0
+"""Minimum score, in standard errors, of a change during the run to be reported."""
+
+TIMES = 1.7
+"""Minimum ratio of a group's transfers to those of other groups, or of other iterations."""
+
+FEWEST_GROUPS = 2
+"""Minimum number of other groups needed to compare a group with them."""
+
+_LEAST_LEFT = 0.1
+"""Fraction of an operation that remains at least when a delay is left out."""
+
+
+class SlowMember(Cause):
+    """Describes a rank for which the other members of its process group wait."""
+
+    name = "slow collective member"
+    order = 25
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        m = evidence.measured
+        groups: dict[tuple[str, tuple[int, ...]], list[JoinedCollectives]] = {}
+        for joined in m.collectives:
+            if joined.kind in IN_STEP:
+                groups.setdefault((joined.kind, joined.ranks), []).append(joined)
+        findings = [
+            _slow_member(m, kind, ranks, of_group) for (kind, ranks), of_group in groups.items()
+        ]
+        return [finding for finding in findings if finding is not None]
+
+    def describe(self, finding: Finding) -> str:
+        group = finding.detail.partition(":")[0]
+        return f"the {group} ranks wait {finding.delay_ms:.3g} ms of a step for {finding.culprit}"
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        host = finding.hosts[0]
+        return Remedy((f"look for other programs and throttling on {host}, or leave it out",))
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        return _shortened(steps, steps.affected)
+
+
+class CongestedCollectives(Cause):
+    """Describes a process group whose transfers take longer than elsewhere or at other times."""
+
+    name = "congested collectives"
+    order = 26
+
+    def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        m = evidence.measured
+        findings = [_congestion(m, joined) for joined in m.collectives]
+        return [finding for finding in findings if finding is not None]
+
+    def describe(self, finding: Finding) -> str:
+        hosts = ", ".join(dict.fromkeys(finding.hosts))
+        return (
+            f"{finding.detail.partition(':')[0]} of ranks {describe_numbers(finding.ranks)} "
+            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_ms:.3g} ms of "
+            "a step more"
+        )
+
+    def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
+        hosts = list(dict.fromkeys(finding.hosts))
+        if len(hosts) == 1:
+            return Remedy(
+                (f"look for other programs on {hosts[0]} that use its memory, bus or links",)
+            )
+        return Remedy(
+            (
+                f"check the network between {' and '.join(hosts)}, and what else uses it",
+                "place the ranks of this group on fewer machines",
+            )
+        )
+
+    def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
+        kind = finding.detail.partition(" ")[0]
+        if kind in IN_STEP:
+            return _shortened(steps, steps.affected)
+        # Other groups meet at the end of a step.
+        ops = steps.operations
+        at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
+        return _shortened(steps, at_end)
+
+
+def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
+    """Returns the durations after a delay per step was taken from the chosen operations.
+
+    Args:
+        steps: Operations of recorded steps, and the finding with the delay.
+        chosen: ``[operations]``, whether an operation contains a part of the delay.
+    """
+    num_steps = max(1, len(np.unique(steps.operations.iteration)))
+    workers = max(1, len(np.unique(steps.operations.worker[chosen])))
+    total_s = float(steps.duration_s[chosen].sum()) / num_steps / workers
+    if total_s:
+        steps.duration_s[chosen] *= max(_LEAST_LEFT, 1 - steps.delay_s / total_s)
+    return steps.duration_s
+
+
+def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) -> Floats:
+    """Returns ``[iterations, ...]``, the time of an iteration's collectives in ns.
+
+    Args:
+        joined: Collectives of a group.
+        values_ns: ``[collectives, ...]``, time of each.
+        iterations: Numbers of the iterations. Those without collectives have the time 0.
+    """
+    totals = [
+        values_ns[inside].mean(axis=0)
+        if (inside := joined.iteration == number).any()
+        else np.zeros(values_ns.shape[1:])
+        for number in iterations.tolist()
+    ]
+    return np.array(totals, dtype=np.float64) * joined.per_step
+
+
+def _slow_member(
+    m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
+) -> Finding | None:
+    """Returns a finding about the member for which the others wait longest; else ``None``."""
+    held_ns = sum(_per_step(joined, joined.held_up_ns, m.iterations) for joined in groups)
+    held_ns = np.asarray(held_ns)
+    worst = int(held_ns.mean(axis=0).argmax())
+    # If ranks are late at random, each of them is the last one now and then.
+    excess_ns = held_ns[:, worst] - np.delete(held_ns, worst, axis=1).max(axis=1)
+    number = sum(joined.per_step for joined in groups)
+    period = _period(m, excess_ns, _least_ns(m, ranks, number), 0.0)
+    if period is None:
+        return None
+    iterations, delay_ns, sure, against = period
+    return m.finding(
+        [m.column[ranks[worst]]],
+        iterations,
+        against="peers" if against == "others" else against,
+        confidence=chance(sure),
+        delay_ms=delay_ns / 1e6,
+        counts={"collectives": sum(len(joined.iteration) for joined in groups)},
+        detail=f"{kind}: ranks {describe_numbers(ranks)} meet {number:.4g} times in a step",
+    )
+
+
+def _congestion(m: Measured, joined: JoinedCollectives) -> Finding | None:
+    """Returns a finding if the transfers of a group take long; else ``None``."""
+    others = [
+        float(np.median(other.transfer_ns.min(axis=1)))
+        for other in m.collectives
+        if other is not joined
+        and other.name == joined.name
+        and len(other.ranks) == len(joined.ranks)
+        and _num_hosts(m, other) == _num_hosts(m, joined)
+    ]
+    transfer_ns = joined.transfer_ns.min(axis=1).astype(np.float64)
+    series = _per_step(joined, transfer_ns, m.iterations)
+    usual_ns = None
+    differ_ns = 0.0
+    if len(others) >= FEWEST_GROUPS:
+        usual_ns = float(np.median(others)) * joined.per_step
+        differ_ns = float(spread(np.array(others))) * joined.per_step
+    least_ns = _least_ns(m, joined.ranks, joined.per_step)
+    period = _period(m, series - (usual_ns or 0.0), least_ns, differ_ns)
+    if period is None or (usual_ns is None and period[3] == "others"):
+        return None
+    iterations, delay_ns, sure, against = period
+    inside = np.isin(m.iterations, iterations)
+    if usual_ns is None or against == "history":
+        usual_ns = float(np.median(series[~inside]))
+    factor = float(np.median(series[inside])) / max(usual_ns, 1.0)
+    if factor < TIMES:
+        return None
+    return m.finding(
+        [m.column[rank] for rank in joined.ranks],
+        iterations,
+        against=against,
+        confidence=chance(sure),
+        factor=factor,
+        delay_ms=delay_ns / 1e6,
+        counts={"collectives": len(joined.iteration)},
+        detail=f"{joined.name}: {joined.per_step:.4g} in a step, {joined.size_bytes / 1024:.4g} KiB"
+        f" each, usual transfer {usual_ns / max(joined.per_step, 1e-9) / 1e3:.4g} us",
+    )
+
+
+def _period(
+    m: Measured, series_ns: Floats, least_ns: float, differ_ns: float
+) -> tuple[Ints, float, float, str] | None:
+    """Returns when a time per step is too long.
+
+    Args:
+        m: Measured times of the run.
+        series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
+        least_ns: Minimum time in ns that counts.
+        differ_ns: Standard deviation by which this time differs between equal groups.
+
+    Returns:
+        Numbers of the iterations, time in ns, number of standard errors, and the reference of the
+        comparison; ``None`` if the time is too short or may be a random effect.
+    """
+    change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
+    if change is not None:
+        return m.iterations[change.inside], change.rise, change.score, "history"
+    usual_ns = float(np.median(series_ns))
+    error_ns = 1.25 * max(float(spread(series_ns)), noise(series_ns)) / math.sqrt(len(series_ns))
+    error_ns = max(math.hypot(error_ns, differ_ns), 0.02 * least_ns)
+    if usual_ns < max(least_ns, ERRORS * error_ns):
+        return None
+    return m.iterations, usual_ns, usual_ns / error_ns, "others"
+
+
+def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
+    """Returns the minimum time in ns per step that counts.
+
+    Args:
+        m: Measured times of the run.
+        ranks: Global ranks of a group.
+        number: Number of its collectives in a step.
+    """
+    clocks = {m.headers[m.column[rank]].clock for rank in ranks}
+    error_ns = 3 * m.clock_error_ns * number if len(clocks) > 1 else 0.0
+    return max(OF_STEP * m.step, error_ns)
+
+
+def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
+    """Returns the number of machines of a group."""
+    return len({m.headers[m.column[rank]].host for rank in joined.ranks})

@@ -1,0 +1,400 @@
+"""Reads dumps of torch's flight recorder, and says which collective does not end and who is late.
+
+torch writes a dump per rank, ``nccl_trace_rank_0`` and so on, if ``TORCH_FR_BUFFER_SIZE`` is set
+and a collective takes too long. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
+the last collectives of each process group, with a number that is the same on all ranks of the
+group. Pickles may contain code. This module reads plain values only, and refuses all others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.config.input_files import parse_json, printable, read_bytes
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.read import describe_numbers
+
+_FILE_NAME = re.compile(r".*trace_rank_(\d+)(\.json|\.pkl|\.pickle)?")
+_VERSION = re.compile(r"2(\.\d+)*")
+_LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
+_PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """Describes a collective, or a message, on one rank.
+
+    Attributes:
+        rank: Global rank.
+        group: Name of the process group, and its description if it has one.
+        number: Number of the collective in its group, or of the message.
+        name: Name of the operation, such as ``nccl:all_reduce``.
+        sizes: Sizes and types of its input as text.
+        is_message: Whether it is a message between two ranks.
+        has_ended: Whether it has ended on this rank.
+        place: Code that called it, as ``file:line in function``; empty if not recorded.
+        created_ns: Time of the call in ns since 1970; 0 if not recorded.
+    """
+
+    rank: int
+    group: str
+    number: int
+    name: str
+    sizes: str
+    is_message: bool
+    has_ended: bool
+    place: str
+    created_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """Holds the dump of one rank.
+
+    Attributes:
+        rank: Global rank.
+        calls: Calls in the order in which they were made.
+        members: Global ranks of each process group by its name; without groups that torch does not
+            list.
+        begun: Number of the last collective of each group, also if its call was overwritten.
+    """
+
+    rank: int
+    calls: tuple[RecordedCall, ...]
+    members: Mapping[str, tuple[int, ...]]
+    begun: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckCall:
+    """Describes a collective or message that does not end.
+
+    Attributes:
+        call: The call on the first rank that waits in it.
+        waiting: Global ranks that wait in it.
+        late: Global ranks of the group that have not entered it.
+        missing: Global ranks of the group without a dump.
+        mismatch: Ranks that called another operation at this number, with the operation as text;
+            empty if all called the same.
+    """
+
+    call: RecordedCall
+    waiting: tuple[int, ...]
+    late: tuple[int, ...]
+    missing: tuple[int, ...]
+    mismatch: str
+
+    def format(self) -> str:
+        """Formats the call as text: what it is, who waits, who is late."""
+        call = self.call
+        kind = "message" if call.is_message else "collective"
+        place = f", at {call.place}" if call.place else ""
+        lines = [
+            f"stuck: {kind} {call.number} of group {call.group}: {call.name} of {call.sizes}",
+            f"  {_ranks(self.waiting)} {_verb(self.waiting, 'wait')} in it{place}",
+        ]
+        if self.late:
+            has = "has" if len(self.late) == 1 else "have"
+            lines.append(f"  {_ranks(self.late)} {has} not entered it")
+        if self.missing:
+            lines.append(f"  no dump of {_ranks(self.missing)}")
+        if self.mismatch:
+            lines.append(f"  other ranks called something else there: {self.mismatch}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckCalls:
+    """Holds what the dumps of a job say about a hang.
+
+    Attributes:
+        ranks: Global ranks with a dump.
+        stuck: Collectives and messages that do not end.
+        culprits: Global ranks for which the others wait; empty if the dumps do not show them.
+        text: Sentence about the reason.
+        advice: What to do, in the imperative; empty if nothing is stuck.
+        notes: Caveats about the dumps.
+    """
+
+    ranks: tuple[int, ...]
+    stuck: tuple[StuckCall, ...]
+    culprits: tuple[int, ...]
+    text: str
+    advice: str
+    notes: tuple[str, ...] = ()
+
+    def format(self) -> str:
+        """Formats the result as text."""
+        count = len(self.stuck)
+        lines = [
+            f"flight recorder of {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}: "
+            f"{count or 'no'} stuck call{'s' * (count != 1)}",
+            *(stuck.format() for stuck in self.stuck),
+            self.text,
+        ]
+        if self.advice:
+            lines.append(f"  do: {self.advice}")
+        return "\n".join(printable(line, lines=True) for line in lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the result as a dict for ``json.dumps``."""
+        return asdict(self)
+
+
+def dump_files(folder: Path | None) -> dict[int, Path]:
+    """Maps each rank to its dump in a folder; empty if there are none."""
+    if folder is None or not folder.is_dir():
+        return {}
+    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def read_dumps(folder: Path) -> list[Dump]:
+    """Reads all dumps of a folder, by rank.
+
+    Raises:
+        TraceError: A file is no dump, or a dump of another version.
+    """
+    return [_read_dump(rank, path) for rank, path in sorted(dump_files(folder).items())]
+
+
+def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
+    """Finds the collectives and messages that do not end, and the ranks that hold them up."""
+    by_rank = {dump.rank: dump for dump in dumps}
+    pending: dict[tuple[str, bool, int, str], list[RecordedCall]] = {}
+    for dump in dumps:
+        first: dict[tuple[str, bool], RecordedCall] = {}
+        for call in dump.calls:
+            if not call.has_ended:
+                first.setdefault((call.group, call.is_message), call)
+        for call in first.values():
+            peers = call.name.split(":")[-1] if call.is_message else ""
+            pending.setdefault((call.group, call.is_message, call.number, peers), []).append(call)
+    stuck = [
+        _message(calls, by_rank) if calls[0].is_message else _collective(calls, by_rank)
+        for calls in pending.values()
+    ]
+    stuck.sort(key=lambda stuck: (stuck.call.created_ns, stuck.call.group))
+    culprits, text, advice = _conclude(stuck)
+    notes = [
+        f"no dump of {_ranks(missing)}: the process may have ended, or torch wrote none"
+        for missing in [sorted({rank for call in stuck for rank in call.missing})]
+        if missing
+    ]
+    return StuckCalls(
+        ranks=tuple(sorted(by_rank)),
+        stuck=tuple(stuck),
+        culprits=culprits,
+        text=text,
+        advice=advice,
+        notes=tuple(notes),
+    )
+
+
+def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
+    """Describes a collective in which the ranks of some calls wait."""
+    call = calls[0]
+    listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
+    # torch does not list the members of gloo's groups. Then these are the ranks that used it.
+    members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
+    waiting = tuple(sorted(other.rank for other in calls))
+    with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
+    late = [rank for rank in with_dump if dumps[rank].begun.get(call.group, 0) < call.number]
+    same = [
+        other
+        for rank in members
+        if rank in dumps
+        for other in dumps[rank].calls
+        if (other.group, other.number, other.is_message) == (call.group, call.number, False)
+    ]
+    differ = [other for other in same if _signature(other) != _signature(call)]
+    return StuckCall(
+        call=call,
+        waiting=waiting,
+        late=tuple(late),
+        missing=tuple(rank for rank in members if rank not in dumps),
+        mismatch="; ".join(f"rank {o.rank} {o.name} of {o.sizes}" for o in differ),
+    )
+
+
+def _message(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
+    """Describes a message for which a rank waits; the other end is late unless it has called it."""
+    call = calls[0]
+    match = _PEERS.search(call.name)
+    members = dumps[call.rank].members.get(call.group, ())
+    ends = [int(end) for end in match.groups()] if match else []
+    # Names of messages have ranks within the group.
+    ends = [members[end] if end < len(members) else end for end in ends]
+    others = [end for end in ends if end != call.rank]
+    late = [
+        end
+        for end in others
+        if end in dumps
+        and not any(
+            other.is_message and other.number >= call.number and other.group == call.group
+            for other in dumps[end].calls
+        )
+    ]
+    return StuckCall(
+        call=call,
+        waiting=tuple(sorted(other.rank for other in calls)),
+        late=tuple(late),
+        missing=tuple(end for end in others if end not in dumps),
+        mismatch="",
+    )
+
+
+def _signature(call: RecordedCall) -> tuple[str, str]:
+    """Returns what must be the same on all ranks of a collective."""
+    has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
+    return call.name, call.sizes if has_equal_sizes else ""
+
+
+def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
+    """Returns the culprits, a sentence about the reason, and advice."""
+    if not stuck:
+        return (), "every recorded collective has ended on the ranks that called it", ""
+    if different := next((call for call in stuck if call.mismatch), None):
+        return (
+            (),
+            f"ranks called different operations as collective {different.call.number} of group "
+            f"{different.call.group}",
+            "make all ranks of the group call the same collectives in the same order",
+        )
+    waiting = {rank for call in stuck for rank in call.waiting}
+    late = {rank for call in stuck for rank in call.late}
+    missing = tuple(sorted({rank for call in stuck for rank in call.missing}))
+    if free := tuple(sorted(late - waiting)):
+        return (
+            free,
+            f"{_ranks(free)} {_verb(free, 'hold')} the job up: the others wait, and "
+            f"{'it waits' if len(free) == 1 else 'they wait'} in no collective",
+            f"look at what {_ranks(free)} did then (py-spy dump, its log, its data reader)",
+        )
+    if missing:
+        return (
+            missing,
+            f"{_ranks(missing)} left no dump, while others wait",
+            f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
+        )
+    if late:
+        return (
+            tuple(sorted(late)),
+            f"{_ranks(sorted(late))} wait for each other in different collectives",
+            "make all ranks call the collectives of all groups in the same order",
+        )
+    first = stuck[0]
+    return (
+        (),
+        f"all ranks of group {first.call.group} have entered collective {first.call.number}, "
+        "and its transfer does not end",
+        f"check the network and the devices of {_ranks(first.waiting)}",
+    )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickles lists, dicts, texts and numbers alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it contains an object of {module}.{name}")
+
+    def persistent_load(self, identifier: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to another file")
+
+
+def _read_dump(rank: int, path: Path) -> Dump:
+    data = read_bytes(path, "give a folder with dumps of torch's flight recorder", TraceError)
+    content: Any
+    try:
+        if data.lstrip()[:1] == b"{":
+            content = parse_json(data)
+        else:
+            content = _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a damaged pickle may raise any exception
+        raise TraceError(
+            f"{path}: no dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
+        ) from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise TraceError(
+            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; versions "
+            "2.x can be read: dump with a torch that writes them"
+        )
+    try:
+        return _parse(rank, content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TraceError(
+            f"{path}: damaged dump of torch's flight recorder, "
+            f"{type(error).__name__}: {printable(str(error))[:80]}"
+        ) from None
+
+
+def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
+    calls = [_call(rank, entry) for entry in content.get("entries", ())]
+    members = {}
+    for name, config in content.get("pg_config", {}).items():
+        ranks = config["ranks"]
+        ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
+        if ranks:
+            members[_group(config.get("name", name), config.get("desc", ""))] = tuple(
+                int(member) for member in ranks
+            )
+    begun: dict[str, int] = {}
+    for call in calls:
+        if not call.is_message:
+            begun[call.group] = max(begun.get(call.group, 0), call.number)
+    names = {str(entry["pg_id"]): _group(*entry["process_group"]) for entry in content["entries"]}
+    for number, status in content.get("pg_status", {}).items():
+        if (group := names.get(str(number))) is not None:
+            last = int(status["last_enqueued_collective"])
+            begun[group] = max(begun.get(group, 0), last)
+    return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun)
+
+
+def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
+    is_message = bool(entry["is_p2p"])
+    sizes = ", ".join(
+        f"{kind} {list(size)}"
+        for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    )
+    return RecordedCall(
+        rank=rank,
+        group=_group(*entry["process_group"]),
+        number=int(entry["p2p_seq_id" if is_message else "collective_seq_id"]),
+        name=str(entry["profiling_name"]),
+        sizes=sizes or "nothing",
+        is_message=is_message,
+        # gloo's calls stay "scheduled", and are retired when they end.
+        has_ended=bool(entry["retired"]) or entry["state"] == "completed",
+        place=_place(entry.get("frames", ())),
+        created_ns=int(entry.get("time_created_ns") or 0),
+    )
+
+
+def _place(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the innermost frame outside of libraries as text; empty if there is none."""
+    for frame in frames:
+        if not _LIBRARY.search(str(frame["filename"])):
+            file_name = "/".join(Path(str(frame["filename"])).parts[-2:])
+            return f"{file_name}:{frame['line']} in {frame['name']}"
+    return ""
+
+
+def _group(name: str, description: str) -> str:
+    has_description = description not in ("", "undefined", name)
+    return f"{name} ({description})" if has_description else str(name)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {describe_numbers(ranks)}"
+
+
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    return verb if len(ranks) != 1 else f"{verb}s"

@@ -1,0 +1,172 @@
+"""Counts what networks lose: TCP segments of this process, errors of its machine's ports.
+
+The kernel counts the segments of each connection (``TCP_INFO``), so that what other programs lose
+does not matter. Connections of gloo, of NCCL over sockets and of the job's store are among these.
+Ports of Ethernet and RDMA have files for their errors and their speed::
+
+    /sys/class/net/*/statistics              packets with errors, packets that were dropped
+    /sys/class/net/*/speed                   Mbit/s
+    /sys/class/infiniband/*/ports/*/         packets sent again, ticks without credits, Gbit/s
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SENT_SEGMENTS = "sent_segments"
+"""Name of the number of TCP segments that this process sent."""
+
+RESENT_SEGMENTS = "resent_segments"
+"""Name of the number of TCP segments that it sent again, because no receipt came in time."""
+
+LINK_ERRORS = "link_errors"
+"""Name of the number of packets with errors, or dropped, at the worst of the machine's ports."""
+
+LINK_RETRIES = "link_retries"
+"""Name of the number of packets that an RDMA port of the machine sent again, for one reason."""
+
+LINK_PAUSES = "link_pauses"
+"""Name of the number of ticks in which an RDMA port had data and was not allowed to send."""
+
+LINK_SPEED = "link_mbit_per_s"
+"""Name of the speed in Mbit/s of the machine's slowest port that is up."""
+
+_INFO_BYTES = 144
+_RESENT_OFFSET = 100
+"""Offset in bytes of ``tcpi_total_retrans`` in ``struct tcp_info``."""
+_SENT_OFFSET = 136
+"""Offset in bytes of ``tcpi_segs_out``, which has existed since Linux 4.2."""
+_MOST_CONNECTIONS = 64
+_MOST_PORTS = 16
+_NETWORKS = Path("/sys/class/net")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_ERRORS = ("rx_errors", "tx_errors", "tx_dropped")
+_RETRIES = ("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err")
+_MBIT_PER_GBIT = 1000
+
+
+class TcpCounters:
+    """Reads the counters of this process's TCP connections. One thread must call all methods."""
+
+    def __init__(self) -> None:
+        self._connections: list[int] = []
+        self._library = _c_library()
+        self._info = ctypes.create_string_buffer(_INFO_BYTES)
+        self._size = ctypes.c_uint32()
+
+    def list_connections(self) -> None:
+        """Finds the connections that are open now, up to 64."""
+        self._connections = []
+        try:
+            listed = os.listdir("/proc/self/fd")
+        except OSError:
+            return
+        for name in sorted(listed, key=int):
+            if len(self._connections) == _MOST_CONNECTIONS:
+                return
+            try:
+                is_socket = os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+            except OSError:
+                continue
+            if is_socket and self._counts(int(name)) is not None:
+                self._connections.append(int(name))
+
+    def read(self) -> dict[int, tuple[int, int]]:
+        """Returns (segments sent, segments sent again) by file descriptor."""
+        counts = ((number, self._counts(number)) for number in self._connections)
+        return {number: of_one for number, of_one in counts if of_one is not None}
+
+    def _counts(self, descriptor: int) -> tuple[int, int] | None:
+        """Returns the counts of a descriptor; ``None`` if it is no TCP connection (any more)."""
+        if self._library is None:
+            return None
+        self._size.value = _INFO_BYTES
+        failed = self._library.getsockopt(
+            descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, self._info, ctypes.byref(self._size)
+        )
+        if failed or self._size.value < _INFO_BYTES:
+            return None
+        (resent,) = struct.unpack_from("I", self._info, _RESENT_OFFSET)
+        (sent,) = struct.unpack_from("I", self._info, _SENT_OFFSET)
+        return sent, resent
+
+
+def _c_library() -> ctypes.CDLL | None:
+    """Returns the C library of this process; ``None`` if it cannot be called."""
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+def increase(
+    before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]
+) -> tuple[int, int]:
+    """Returns how many segments were sent, and sent again, between two readings.
+
+    Args:
+        before: First reading.
+        after: Second reading. A connection that was not open before, or that was replaced by
+            another one, does not count.
+    """
+    sent = resent = 0
+    for descriptor, (sent_after, resent_after) in after.items():
+        sent_before, resent_before = before.get(descriptor, (sent_after, resent_after))
+        if sent_after >= sent_before and resent_after >= resent_before:
+            sent += sent_after - sent_before
+            resent += resent_after - resent_before
+    return sent, resent
+
+
+def error_files() -> list[Path]:
+    """Returns the files with counts of errors of the machine's Ethernet ports."""
+    return [port / "statistics" / name for port in _ethernet() for name in _ERRORS]
+
+
+def retry_files() -> list[Path]:
+    """Returns the files with counts of packets that the machine's RDMA ports sent again."""
+    return [port / "hw_counters" / name for port in _rdma() for name in _RETRIES]
+
+
+def pause_files() -> list[Path]:
+    """Returns the files with counts of ticks in which RDMA ports had data and might not send."""
+    return [port / "counters" / "port_xmit_wait" for port in _rdma()]
+
+
+def slowest_port_mbit_per_s() -> int:
+    """Returns the speed of the slowest port that is up, in Mbit/s; 0 if none says its speed."""
+    speeds = [_number(port / "speed") for port in _ethernet()]
+    speeds += [_MBIT_PER_GBIT * _number(port / "rate") for port in _rdma()]
+    return min((speed for speed in speeds if speed > 0), default=0)
+
+
+def _ethernet() -> Iterator[Path]:
+    """Iterates over the folders of ports with a device of their own, so not ``lo`` or bridges."""
+    for port in _listed(_NETWORKS):
+        if (port / "device").exists():
+            yield port
+
+
+def _rdma() -> Iterator[Path]:
+    for device in _listed(_RDMA_DEVICES):
+        yield from _listed(device / "ports")
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())[:_MOST_PORTS]
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int:
+    """Returns the first word of a file as a whole number; 0 if it is none."""
+    try:
+        return int(float(path.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,130 @@
+"""``train finetune``: losses are those of transformers, and an interrupted run continues."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive import __main__ as program
+
+from ..multiprocess.launch import ROOT, environment
+
+pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+from ..support.tuned_models import (
+    loss_of_transformers,
+    write_image_data,
+    write_image_model,
+    write_text_data,
+    write_text_model,
+)
+
+COMMAND = ("-m", "megatron.adaptive", "train", "finetune")
+
+
+def paths_in(folder: Path) -> list[str]:
+    """Returns the options that name model, data and output."""
+    names = {"--model": "model", "--data": "data/train.jsonl", "--output": "tuned"}
+    return [word for flag, name in names.items() for word in (flag, str(folder / name))]
+
+
+@pytest.mark.multiprocess
+def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
+    """The command starts them; the saved folder has the loss of the last evaluation."""
+    write_image_model(tmp_path / "model")
+    data = write_image_data(tmp_path / "data")
+    options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
+    done = subprocess.run(
+        [sys.executable, *COMMAND, *paths_in(tmp_path), *options.split()],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"step \d of 4: loss ([\d.]+)", done.stdout)
+    evaluated = re.findall(r"evaluation loss ([\d.]+)", done.stdout)
+    assert (len(losses), len(evaluated)) == (4, 2)
+    order = list(range(20))
+    random.Random(1).shuffle(order)
+    trained, held_out = order[:16], order[16:]
+    random.Random(2).shuffle(trained)
+    before = loss_of_transformers(tmp_path / "model", data, trained[:8])
+    assert float(losses[0]) == pytest.approx(before, rel=1e-5)
+    after = loss_of_transformers(tmp_path / "tuned", data, held_out)
+    assert float(evaluated[-1]) == pytest.approx(after, rel=1e-5)
+    assert after < loss_of_transformers(tmp_path / "model", data, held_out) - 0.3
+
+
+def test_an_interrupted_run_continues_with_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if it had not been interrupted; with another order of samples it does not."""
+    write_text_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    checkpoints = tmp_path / "checkpoints"
+    options = ["--checkpoints", str(checkpoints), *"--save-interval 1 --lora-rank 4".split()]
+
+    def run(*more: str) -> tuple[int, list[str], str]:
+        shutil.rmtree(tmp_path / "tuned", ignore_errors=True)
+        command = ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path), *options, *more]
+        monkeypatch.setattr("sys.argv", command)
+        status = program.main()
+        output, errors = capsys.readouterr()
+        return status, [line for line in output.splitlines() if " loss " in line], errors
+
+    status, losses, _ = run()
+    assert status == 0
+    assert losses[-2].startswith("step 4 of 4: loss ")
+    shutil.rmtree(max(checkpoints.glob("step_*")))
+    assert run()[:2] == (0, losses[-2:])
+    status, _, errors = run("--seed", "2")
+    assert status == 2
+    assert errors.endswith(
+        "checkpoints was made with seed 1, and now it is 2: give the former settings, or a new "
+        "folder of checkpoints\n"
+    )
+    # After an error, the pipeline leaves its process group open.
+    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "nowhere"), "nowhere has no tokenizer or processor"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
+        (("--output", "model"), "model exists and is not empty: name a new folder"),
+        (("--save-interval", "2"), "--save-interval needs a folder: give --checkpoints DIR"),
+        (("--lr", "-1"), "argument --lr: '-1' is not a number from 0 to 1"),
+        (("--batch-size", "100"), "samples are left to train on, and a step needs 100"),
+    ],
+)
+def test_wrong_options_are_named_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: Sequence[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    command = ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path), *options]
+    monkeypatch.setattr("sys.argv", command)
+    assert program.main() == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1

@@ -1,0 +1,156 @@
+"""SampleFile for fine-tuning: what is learned, where images come from, and wrong lines by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.errors import ConfigError
+
+pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+from PIL import Image
+
+from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
+
+from ..support.tuned_models import TEMPLATE, make_processor, make_tokenizer
+
+QUESTION = {"role": "user", "content": "one?"}
+ANSWER = {"role": "assistant", "content": "two"}
+
+
+def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
+    """Writes lines to a file and reads them; a line is a text or an object."""
+    path = folder / "train.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return SampleReader(processor=processor or make_processor(), **options).read(path)
+
+
+def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
+    """Returns a line whose question has these parts before its text."""
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
+    return {"messages": [question, ANSWER], **others}
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
+def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
+    """However the template writes the tag around them."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
+    line = {"messages": [QUESTION, ANSWER]}
+    sample = read(tmp_path, line, processor=tokenizer, length_multiple=8)[0]
+    labels = sample["labels"][0]
+    assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
+    assert sample["input_ids"].shape[1] % 8 == 0
+    with pytest.raises(ConfigError, match="no samples with something to learn, and 1 without"):
+        read(tmp_path, line, processor=tokenizer, max_length=4)
+
+
+def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 9), (250, 0, 0)).save(tmp_path / "a.png")
+    lines = [conversation({"type": "image", "path": "a.png"}), {"text": "a\u2028b"}]
+    kept = read(tmp_path, *lines)
+    again = read(tmp_path, lines[0], json.dumps(lines[1], ensure_ascii=False), kept_bytes=0)
+    assert len(kept) == len(again) == 2
+    for sample, other in zip(kept, again, strict=True):
+        assert sample.keys() == other.keys()
+        assert all(torch.equal(sample[name], other[name]) for name in sample)
+    assert [sorted(kind) for kind in kept.kinds] == [
+        ["input_ids", "labels", "pixel_values"],
+        ["input_ids", "labels"],
+    ]
+
+
+def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
+    """Also in a text model's list of parts, which has only texts."""
+    (tmp_path / "images").mkdir()
+    Image.new("RGBA", (9, 9), (250, 0, 0, 9)).save(tmp_path / "images" / "a.png")
+    path = str(tmp_path / "images" / "a.png")
+    samples = read(
+        tmp_path,
+        conversation({"type": "image", "path": "a.png"}),
+        conversation({"type": "image", "url": path}),
+        conversation({"type": "image_url", "image_url": {"url": "a.png"}}),
+        conversation({"type": "image"}, images=["a.png"]),
+        image_folder=tmp_path / "images",
+    )
+    for sample in samples:
+        assert all(torch.equal(sample[name], samples[0][name]) for name in samples[0])
+    assert num_learned(list(samples)) == [4.0] * 4
+    tokenizer = make_tokenizer()
+    in_parts, plain = read(
+        tmp_path,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]},
+        {"messages": [QUESTION, ANSWER]},
+        processor=tokenizer,
+    )
+    assert torch.equal(in_parts["input_ids"], plain["input_ids"])
+
+
+IMAGE = {"type": "image", "path": "a.png"}
+WRONG_LINES: dict[str, tuple[Any, str]] = {
+    "not JSON": ('{"text": ', "it cannot be encoded (JSONDecodeError: Expecting value"),
+    "no object": ("[1]", "give an object with text, or with messages"),
+    "no text": ({"prompt": "a"}, "give an object with text, or with messages"),
+    "number as text": ({"text": 5}, "text is a int: give a string"),
+    "messages": ({"messages": "a"}, "messages is not a list of objects such as"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages is not a list of objects such as"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "neither a text nor a list"),
+    "part": (conversation({"type": "video", "path": "a"}), "a part of a message is"),
+    "missing": (conversation({"type": "image", "path": "b.png"}), "b.png does not exist"),
+    "folder": (conversation({"type": "image", "path": "."}), "is not a file"),
+    "pipe": (conversation({"type": "image", "path": "pipe"}), "pipe is not a file"),
+    "outside": (conversation({"type": "image", "path": "../a.png"}), "is outside of the folder"),
+    "text file": (conversation({"type": "image", "path": "text.png"}), "in no format that Pillow"),
+    "cut off": (conversation({"type": "image", "path": "cut.png"}), "cut.png is damaged ("),
+    "address": (conversation({"type": "image", "url": "https://a/b.png"}), "nothing is downloaded"),
+    "no list": ({"text": "<image>", "images": "a.png"}, "images is not a list"),
+    "no path": (conversation({"type": "image"}), "more parts of type image than the 0 images"),
+    "too many": (conversation(IMAGE, images=["a.png"]), "1 of 1 images have no part of type image"),
+    "marker": ({"text": "<image> a"}, "the line has 0 images, and its text has 1 places"),
+    "no marker": ({"text": "a", "images": ["a.png"]}, "the line has 1 images, and its text has 0"),
+    "long": (conversation(IMAGE, IMAGE, IMAGE), "an image is among the 11 tokens after"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_a_wrong_line_is_named(tmp_path: Path, name: str) -> None:
+    for folder in (tmp_path, tmp_path / "data"):
+        folder.mkdir(exist_ok=True)
+        Image.effect_noise((64, 64), 50).save(folder / "a.png")
+    folder = tmp_path / "data"
+    os.mkfifo(folder / "pipe")
+    (folder / "text.png").write_text("no image")
+    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:900])
+    line, message = WRONG_LINES[name]
+    with pytest.raises(ConfigError) as caught:
+        read(folder, conversation(IMAGE), line, max_length=12)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{folder / 'train.jsonl'}:2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_models_and_templates_without_images_refuse_them(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    for line in (conversation(IMAGE), {"text": "a", "images": ["a.png"]}):
+        with pytest.raises(ConfigError, match=r"jsonl:1: the line has images, and the model's"):
+            read(tmp_path, line, processor=make_tokenizer())
+    processor = make_processor()
+    processor.chat_template = str(processor.chat_template).replace("<image>", "")
+    with pytest.raises(ConfigError, match=r"jsonl:1: the line has 1 images, and its text has 0"):
+        read(tmp_path, conversation(IMAGE), processor=processor)
+    processor.chat_template = None
+    with pytest.raises(ConfigError, match=r"jsonl:1: the model's folder has no chat template"):
+        read(tmp_path, conversation(IMAGE), processor=processor)
+
+
+def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a, b"}\n\n{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"jsonl:3: byte 10 is no valid UTF-8"):
+        SampleReader(processor=make_tokenizer()).read(path)

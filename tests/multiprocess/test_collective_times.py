@@ -1,0 +1,101 @@
+"""``--trace-detail collectives``: waits for the slowest member, and losses that stay the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.cli import trace
+from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
+from megatron.adaptive.trace.read import RunTrace, read_run
+
+from .launch import ROOT, Ranks, tail
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+SLOW_RANK = 1
+DELAY_S = 0.02
+LAYERS = 2
+MICROBATCHES = 2
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
+    f" --tokenizer-type NullTokenizer --global-batch-size {2 * MICROBATCHES} --train-iters 3"
+    " --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2"
+    " --use-distributed-optimizer"
+).split()
+# The trainer, in which one rank arrives late at the collective after each block of layers.
+SCRIPT = f"""
+import os, runpy, time
+from megatron.core.transformer.mlp import MLP
+
+if os.environ["RANK"] == "{SLOW_RANK}":
+    forward = MLP.forward
+
+    def late(*arguments, **options):
+        time.sleep({DELAY_S})
+        return forward(*arguments, **options)
+
+    MLP.forward = late
+runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
+"""
+LIMIT_S = 200.0
+
+
+def losses(folder: Path, *flags: str) -> list[str]:
+    """Trains on four ranks, and returns losses and gradient norms of the log."""
+    folder.mkdir()
+    log = folder / "output.txt"
+    script = folder / "pretrain_gpt.py"
+    script.write_text(SCRIPT)
+    command = [str(script), *FLAGS, "--trace-dir", "traces", *flags]
+    ranks = Ranks(command, world_size=4, log=log, limit_s=LIMIT_S)
+    try:
+        assert ranks.wait(LIMIT_S) == [0, 0, 0, 0], tail(log)
+    finally:
+        ranks.kill()
+    return re.findall(r"lm loss: (\S+).*grad norm: (\S+)", log.read_text())
+
+
+def of_group(run: RunTrace, name: str, ranks: tuple[int, ...]) -> JoinedCollectives:
+    """Returns the collectives of a group in the last iteration."""
+    (joined,) = (
+        joined
+        for joined in join_collectives(run, [3])
+        if joined.name == name and joined.ranks == ranks
+    )
+    return joined
+
+
+def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = losses(tmp_path / "plain")
+    assert len(plain) == 3
+    assert losses(tmp_path / "measured", "--trace-detail", "collectives") == plain
+    assert join_collectives(read_run(tmp_path / "plain" / "traces"), [3]) == []
+
+    folder = tmp_path / "measured" / "traces"
+    run = read_run(folder)
+    slow = of_group(run, "tensor all-reduce", (0, 1))
+    other = of_group(run, "tensor all-reduce", (2, 3))
+    # Two of each layer's forward and backward; the loss and the embedding have further ones.
+    assert slow.per_step == other.per_step >= 4 * LAYERS * MICROBATCHES
+    assert (slow.wait_ns.min(axis=1) == 0).all()  # the last member waits for nobody
+    waited_s = slow.wait_ns[:, 0].sum() / 1e9 / len(slow.iteration) * slow.per_step
+    assert waited_s > 0.8 * DELAY_S * LAYERS * MICROBATCHES
+    held_ns = slow.held_up_ns.sum(axis=0)
+    assert held_ns[SLOW_RANK] > 2 * held_ns[0]
+    kinds = {joined.name for joined in join_collectives(run, [3])}
+    assert {"data and context reduce-scatter", "data and context all-gather"} <= kinds
+
+    page = ["--format", "html", "--output-dir", str(tmp_path)]
+    assert trace.main([str(folder), *page]) == 0
+    table = capsys.readouterr().out
+    time = r"\d+\.\d\d ms"
+    row = rf"^tensor all-reduce +2 +\S+ +\S+ KiB +{time} +{time} +\d+\.\d% +{SLOW_RANK}: {time}$"
+    assert re.search(row, table, re.MULTILINE), table
+    assert trace.main([str(folder), *page, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in report["collectives"]} >= {"tensor", "data and context"}

@@ -1,0 +1,116 @@
+"""``prerequisite.sh --python VERSION``: its refusals, and how far it gets without a network.
+
+The script runs in a copy of the files that it reads, with a cache folder and interpreters of the
+test's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .multiprocess.launch import ROOT
+
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+FILES = ("prerequisite.sh", "pyproject.toml", "setup.py", *ROOT.glob("requirements*.txt"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Returns a folder with the files that the script reads."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(
+    checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
+) -> tuple[int, str, str]:
+    """Runs a script of the copy; returns its status, standard output and standard error."""
+    done = subprocess.run(
+        ["bash", str(checkout / script), *arguments.split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(checkout.parent),
+            "PYENV_ROOT": str(checkout.parent / "none"),
+            "XDG_CACHE_HOME": str(checkout.parent / "cache"),
+            # pip finds nothing, and asks nobody.
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            **variables,
+        },
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--python", "--python '': a version of two numbers is needed, such as 3.12"),
+        ("--python 3", "--python '3': a version of two numbers is needed, such as 3.12"),
+        ("--python 3.12.1", "--python '3.12.1': a version of two numbers is needed, such as 3.12"),
+        ("--python 2.7", "--python '2.7': a version of two numbers is needed, such as 3.12"),
+        ("--python 3.9", "--python 3.9: this project needs Python 3.10 or newer"),
+        (
+            "--python 3.99",
+            "--python 3.99: there is no Python 3.99; install it (pyenv install 3.99, or"
+            " python3.99-venv of Debian)",
+        ),
+        (
+            "--python 3.12 --rdma",
+            "--python 3.12 installs what --test does and nothing more: leave out --rdma (or --all)",
+        ),
+        (
+            "--python 3.12 --gpu-target",
+            "--gpu-target --python 3.12: each is an environment of its own; give one of them",
+        ),
+    ],
+)
+def test_a_python_that_cannot_be_set_up_is_refused_in_one_line(
+    checkout: Path, arguments: str, line: str
+) -> None:
+    assert run(checkout, arguments) == (2, "", f"error: {line}\n")
+    # scripts/test.sh passes the refusal on, and runs no test.
+    if arguments.startswith("--python 3.9"):
+        status, printed, errors = run(checkout, arguments, script="scripts/test.sh")
+        assert (status != 0, printed, errors) == (True, "", f"error: {line}\n")
+
+
+def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -> None:
+    status, printed, errors = run(checkout, "--python 3.12 --print-python")
+    path = checkout.parent / "cache/megatron-adaptive/python-3.12/bin/python"
+    assert (status, printed, errors) == (0, f"{path}\n", "")
+    assert not path.parents[1].exists()
+
+
+def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
+    """The environment is made; torch is missing without a network, and a later call tries again."""
+    commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
+    commands.mkdir()
+    shim = commands / f"python{VERSION}"
+    shim.write_text("#!/bin/sh\necho 'pyenv: version is not installed' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    real = versions / f"{VERSION}.99/bin/python"
+    real.parent.mkdir(parents=True)
+    real.symlink_to(Path(sys._base_executable))  # type: ignore[attr-defined]
+    environment = checkout.parent / f"cache/megatron-adaptive/python-{VERSION}"
+    variables = {"PATH": f"{commands}:{os.environ['PATH']}", "PYENV_ROOT": str(versions.parent)}
+    for _ in range(2):
+        status, printed, errors = run(checkout, f"--python {VERSION}", **variables)
+        first, *_, last = errors.splitlines()
+        assert (status, printed) == (2, "")
+        assert first == f"making the environment {environment} from {real}"
+        assert last.startswith(f"error: --python {VERSION}: pip could not install torch==")
+        assert (environment / "bin/python").exists()
+        assert not (environment / ".torch").exists()

@@ -1,0 +1,180 @@
+"""The trainer's steps are those of megatron-core's own loop, with each supported release of it.
+
+The loop is a program of the kind that users write with megatron-core alone (``own_loop.py``). It
+runs in one process, in the order of megatron-core's own schedule, and continues from the trainer's
+first checkpoint, which megatron-core's own functions read. Where the installed release is compared
+with others (``test_releases.py``), a fault that all share would not show.
+
+``OWN_LOOP=all`` compares every model with every release instead of one with each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..multiprocess.launch import run_ranks, tail
+from ..support.core_trees import trees_of_others
+from .test_releases import INSTALLED, STEPS, path_of, release  # noqa: F401
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
+
+PROGRAM = Path(__file__).with_name("own_loop.py")
+VOCABULARY = 128
+SEQUENCE = 16
+BATCH = 4
+STEPS_TAKEN = 4
+COMMON = f"""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQUENCE}
+    --max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {BATCH} --lr 1e-3
+    --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}
+    --log-interval 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --split 1,0,0
+    --seed 1234 --train-iters {STEPS_TAKEN} --save-interval 1 --pipeline-model-parallel-size 2
+"""
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+LEARNED = {"share_embeddings_and_output_weights": True}
+ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Describes a model twice: as flags of the trainer, and as settings of megatron-core.
+
+    Attributes:
+        flags: Flags of the trainer.
+        ranks: Number of ranks on which the trainer runs.
+        settings: Settings of megatron-core's configuration, besides ``SIZES``.
+        gpt: Arguments of megatron-core's model.
+        bf16: Whether weights are in bfloat16.
+        rel: Largest relative difference of losses, from rounding.
+    """
+
+    flags: str
+    ranks: int = 2
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    gpt: Mapping[str, Any] = field(default_factory=lambda: ROTARY)
+    bf16: bool = False
+    rel: float = 1e-6
+
+
+UNTIED = "--position-embedding-type rope --untie-embeddings-and-output-weights"
+GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+GATED_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
+MODELS = {
+    "gpt": Model(flags="", gpt=LEARNED),
+    "llama": Model(
+        flags=f"{GATED_FLAGS} {UNTIED} --group-query-attention --num-query-groups 2"
+        " --ffn-hidden-size 64 --mtp-num-layers 1 --pipeline-schedule zb-v"
+        " --num-virtual-stages-per-pipeline-rank 2",
+        settings={**GATED, "num_query_groups": 2, "ffn_hidden_size": 64, "mtp_num_layers": 1},
+    ),
+    # Megatron-core has these two settings of prediction layers from 0.19 on.
+    "repeated": Model(
+        flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --mtp-num-layers 2"
+        " --mtp-use-repeated-layer --mtp-detach-heads",
+        settings={
+            **GATED,
+            "ffn_hidden_size": 64,
+            "mtp_num_layers": 2,
+            "mtp_use_repeated_layer": True,
+            "mtp_detach_heads": True,
+        },
+    ),
+    "half": Model(flags=f"{UNTIED} --bf16 --pipeline-schedule zb-h1", bf16=True, rel=1e-4),
+    "experts": Model(
+        flags=f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16"
+        " --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss --disable-bias-linear"
+        " --expert-model-parallel-size 2",
+        ranks=4,
+        settings={
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 16,
+            "moe_aux_loss_coeff": 0.01,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        },
+    ),
+}
+RELEASES = (INSTALLED, "0.17.1", "0.18.2", "0.19.2", *trees_of_others())
+CHOSEN = dict(zip(RELEASES, ("gpt", "half", "experts", "repeated"), strict=False))
+"""Model that each release trains by default."""
+NEWEST = "repeated"
+"""Model that older releases than 0.19 cannot build."""
+
+
+def cases() -> list[tuple[str, str]]:
+    """Returns releases and models to compare: one model with each release, or all with all."""
+    if os.environ.get("OWN_LOOP") != "all":
+        return [(version, CHOSEN.get(version, NEWEST)) for version in RELEASES]
+    older = RELEASES[:3]
+    return [
+        (version, name)
+        for version in RELEASES
+        for name in MODELS
+        if name != NEWEST or version not in older
+    ]
+
+
+def run(command: list[str], ranks: int, log: Path, version: str) -> None:
+    """Runs a program with a release; fails unless all ranks succeed."""
+    path = path_of(version)
+    status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
+    assert status == 0, tail(log)
+
+
+@pytest.mark.parametrize(("release", "model"), cases(), indirect=["release"])
+def test_steps_are_those_of_its_own_loop(
+    release: str,  # noqa: F811
+    model: str,
+    tmp_path: Path,
+    write_tokens: Callable[..., str],
+) -> None:
+    described = MODELS[model]
+    numbers = random.Random(7)
+    documents = [
+        [numbers.randrange(VOCABULARY - 1) for _ in range(numbers.randrange(10, 60))]
+        for _ in range(40)
+    ]
+    data = write_tokens(documents)
+    folder, log = tmp_path / "saved", tmp_path / "trainer.txt"
+    flags = f"{COMMON} {described.flags} --data-path {data} --save {folder}".split()
+    run(["-m", "megatron.adaptive", "train", "rank", *flags], described.ranks, log, release)
+    trained = [(float(loss), float(norm)) for loss, norm in STEPS.findall(log.read_text())]
+    assert len(trained) == STEPS_TAKEN
+    task, written = tmp_path / "task.json", tmp_path / "steps.json"
+    content = {
+        "checkpoint": str(folder / "iter_0000001"),
+        "data": data,
+        "cache": str(tmp_path / "cache"),
+        "model": {**SIZES, **described.settings},
+        "gpt": dict(described.gpt),
+        "steps": STEPS_TAKEN - 1,
+        "vocabulary": VOCABULARY,
+        "sequence": SEQUENCE,
+        "batch": BATCH,
+        "bf16": described.bf16,
+        "optimizer": {},
+    }
+    task.write_text(json.dumps(content))
+    run([str(PROGRAM), str(task), str(written)], 1, tmp_path / "loop.txt", release)
+    reference = json.loads(written.read_text())
+    assert len(reference) == STEPS_TAKEN - 1
+    for step, expected in zip(trained[1:], reference, strict=True):
+        assert step[0] == pytest.approx(expected[0], rel=described.rel, abs=0)
+        # The log has three decimals.
+        assert step[1] == pytest.approx(expected[1], abs=0.00051 + 10 * described.rel)
