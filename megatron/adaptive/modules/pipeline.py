@@ -544,6 +544,7 @@ class Pipeline:
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
         """
+        self._mesh.check_launcher()
         forward_only = scale is None
         executor = self._wiring.executor
         programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]

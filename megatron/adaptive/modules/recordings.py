@@ -212,7 +212,7 @@ class CutForwards:
     @property
     def work(self) -> tuple[float, ...]:
         """Returns the counted work of each segment for a microbatch, in training if recorded."""
-        mode: Mode = "training" if "training" in self.plans_by_mode else "evaluation"
+        mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 
     @property
