@@ -53,7 +53,7 @@ class StageModule(torch.nn.Module):
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # As a bound method: an attribute with the module would list its parameters twice.
+        # A bound method, because an attribute with the module would list its parameters twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(

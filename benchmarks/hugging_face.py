@@ -211,12 +211,12 @@ def _mixed_text(megabytes: float) -> list[str]:
     for path in source_files(Path(sysconfig.get_path("stdlib"))):
         source = path.read_bytes().decode("utf-8", "ignore")
         letters = draw.choice(_SCRIPTS)
-        words = [
+        parts = [
             "".join(draw.choices(letters, k=draw.randint(1, 9)))
             + draw.choice((" ", "  ", "\n", "\r\n\t", ", ", "\u00a0", "'s ", f" {draw.random()} "))
             for _ in range(len(source) // 12)
         ]
-        documents += [source, "".join(words)]
+        documents += [source, "".join(parts)]
         left -= sum(len(text.encode()) for text in documents[-2:])
         if left < 0:
             return documents
@@ -224,7 +224,7 @@ def _mixed_text(megabytes: float) -> list[str]:
 
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""By kind of tokenizer, its settings here and the function of its library that encodes a text."""
+"""Settings of each kind of tokenizer, and its library's function that encodes a text."""
 
 
 def tokens(megabytes: float) -> Result:

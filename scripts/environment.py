@@ -7,7 +7,7 @@ Runs on any Python from 3.10 on; without pip there are fewer answers. Prints ``k
 * ``torch``: 1 where torch is installed;
 * ``conflict``: what is installed in a version that this project cannot use (one line per package);
 * ``missing``: a pinned requirement to install (one line per package);
-* ``keep``: ``name==version`` of what is there and must not change (one line per package);
+* ``keep``: ``name==version`` of an installed package that must not change (one line per package);
 * ``tool``: a pinned build tool whose installed version is too old (one line per package).
 """
 
@@ -89,28 +89,28 @@ def packages(
         project: dict[str, Any] = tomllib.load(file)
     accepted = {name_of(r): r for r in map(Requirement, project["project"]["dependencies"])}
     tools = {name_of(r): r for r in map(Requirement, project["build-system"]["requires"])}
-    wanted = list(pins(ROOT / "requirements.txt"))
+    requirements = list(pins(ROOT / "requirements.txt"))
     if Path("/dev/nvidiactl").exists():
-        wanted += pins(ROOT / "requirements-gpu.txt")
+        requirements += pins(ROOT / "requirements-gpu.txt")
     if test:
-        wanted += pins(ROOT / "requirements-test.txt")
+        requirements += pins(ROOT / "requirements-test.txt")
     if benchmarks:
-        wanted += pins(ROOT / "requirements-benchmarks.txt")
+        requirements += pins(ROOT / "requirements-benchmarks.txt")
     if examples or test:
-        wanted += pins(ROOT / "requirements-examples.txt")
-    for pin in wanted:
+        requirements += pins(ROOT / "requirements-examples.txt")
+    for pin in requirements:
         name = name_of(pin)
-        found = installed_version(name)
+        installed = installed_version(name)
         bounds = pin if exact else accepted.get(name) or tools.get(name)
         plain = f"{pin.name}{pin.specifier}"
-        if found is None or (exact and not pin.specifier.contains(found, prereleases=True)):
+        if installed is None or (exact and not pin.specifier.contains(installed, prereleases=True)):
             yield "missing", plain
-        elif bounds is None or bounds.specifier.contains(found, prereleases=True):
-            yield "keep", f"{name}=={found}"
+        elif bounds is None or bounds.specifier.contains(installed, prereleases=True):
+            yield "keep", f"{name}=={installed}"
         elif name in tools:
             yield "tool", plain
         else:
-            yield "conflict", f"{name} {found} (needs {bounds.specifier})"
+            yield "conflict", f"{name} {installed} (needs {bounds.specifier})"
 
 
 def main() -> None:

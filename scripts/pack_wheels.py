@@ -50,7 +50,7 @@ def needs(wheel: Path) -> list[Requirement]:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist") or ()]
-    return [one for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [pin for pin in required if pin.marker is None or pin.marker.evaluate({"extra": ""})]
 
 
 def download(requirement: str, folder: Path) -> Path:
@@ -77,7 +77,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
     """
     names = None if is_missing is None else set(is_missing)
     waiting = list(pins(ROOT / "requirements.txt"))
-    # Of the tools for tests, the check uses pytest alone.
+    # The check uses pytest alone of the tools for tests.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:
         requirement = waiting.pop()

@@ -123,13 +123,13 @@ def read_modules(paths: list[str]) -> dict[str, Module]:
 
 def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
     # `from a.b import c` names both a.b.c and a.b: where c is a module, its package is not meant.
-    found = {name for name in names if name in modules}
+    imported = {name for name in names if name in modules}
     return {
         name
-        for name in found
+        for name in imported
         if not (
             modules[name].path.endswith("__init__.py")
-            and any(other.startswith(name + ".") for other in found)
+            and any(other.startswith(name + ".") for other in imported)
         )
     }
 
@@ -150,13 +150,13 @@ def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, in
     for module in modules.values():
         for name in module.imports:
             importers[name].add(module.name)
-    found = []
+    functions = []
     for name, module in modules.items():
         if module.lines >= SMALL_FILE_LINES or module.path.endswith(("__init__.py", "__main__.py")):
             continue
         if len(importers[name]) == 1:
-            found.append((module.path, module.lines, next(iter(importers[name]))))
-    return sorted(found)
+            functions.append((module.path, module.lines, next(iter(importers[name]))))
+    return sorted(functions)
 
 
 def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists words of the package that a stranger would stumble over, and fails if there are any.
+"""Lists words of the project that a stranger would stumble over, and fails if there are any.
 
 Checks docstrings, glosses (the lines below ``Args:`` and ``Attributes:``), comments and names
 against the rules of CONTRIBUTING.md, as far as a program can::
@@ -7,7 +7,8 @@ against the rules of CONTRIBUTING.md, as far as a program can::
     python scripts/words.py            # counts by rule, and status 1 if a count is above its limit
     python scripts/words.py PATH ...   # each place in these files or folders
 
-Limits are in pyproject.toml ([tool.words]).
+Without PATH it checks the files and folders that pyproject.toml names, where its limits are as well
+([tool.words]).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "megatron/adaptive"
 
 NAMELESS = "of that what where as likewise by from in at who whose whom which how with to on and"
 """First words of a gloss, comment or attribute docstring that does not name its subject."""
@@ -79,9 +79,9 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
     indent: int | None = None
     is_in_section = False
     for number, line in enumerate(lines):
-        place = node.lineno + number
+        line_number = node.lineno + number
         if match := DIALECT.search(line):
-            yield Stumble("dialect", path, place, f"{match[0]}: {line.strip()}")
+            yield Stumble("dialect", path, line_number, f"{match[0]}: {line.strip()}")
         if HEADING.match(line):
             is_in_section = line.strip() in SECTIONS
             indent = None
@@ -91,7 +91,7 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
             continue
         indent = len(gloss["indent"]) if indent is None else indent
         if len(gloss["indent"]) == indent and _begins_nameless(gloss["text"]):
-            yield Stumble("nameless_glosses", path, place, line.strip())
+            yield Stumble("nameless_glosses", path, line_number, line.strip())
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
@@ -141,11 +141,11 @@ def stumbles(path: Path) -> list[Stumble]:
     """Returns the places in a Python file that break a rule, in the order of lines."""
     text = path.read_text()
     tree = ast.parse(text)
-    found = list(_name_stumbles(path, tree))
+    listed = list(_name_stumbles(path, tree))
     for constant, is_attribute in _docstrings(tree):
-        found += _docstring_stumbles(path, constant, is_attribute=is_attribute)
-    found += _comment_stumbles(path, text)
-    return sorted(found, key=lambda stumble: (stumble.line, stumble.rule))
+        listed += _docstring_stumbles(path, constant, is_attribute=is_attribute)
+    listed += _comment_stumbles(path, text)
+    return sorted(listed, key=lambda stumble: (stumble.line, stumble.rule))
 
 
 def main() -> int:
@@ -153,16 +153,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths")
     options = parser.parse_args()
-    roots = options.paths or [PACKAGE]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["words"]
+    roots = options.paths or [ROOT / path for path in settings["paths"]]
     files = [file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))]
     listed = [stumble for file in sorted(files) for stumble in stumbles(file)]
     if options.paths:
         for stumble in listed:
             print(f"{stumble.path}:{stumble.line}: {stumble.rule}: {stumble.text}")
-    limits = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["words"]
     counts = Counter(stumble.rule for stumble in listed)
     status = 0
-    for rule, limit in limits.items():
+    for rule, limit in settings["limits"].items():
         print(f"{rule.replace('_', ' '):<31} {counts[rule]:7,} of {limit:,}")
         if counts[rule] > limit:
             print(f"error: {rule} is above its limit: say it in plain words", file=sys.stderr)

@@ -82,7 +82,7 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # With four in turns an activation has left the cache when its backward begins.
+        # Four turns: an activation has left the cache when its backward begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:

@@ -412,9 +412,9 @@ def training(rng: random.Random) -> Iterator[Any]:
     loader = torch.utils.data.DataLoader(
         data, batch_size=4, shuffle=True, pin_memory=rng.random() < 0.5
     )
-    for inputs, wanted in loader:
+    for inputs, targets in loader:
         with torch.autocast("cpu", enabled=rng.random() < 0.5):
-            loss = nn.functional.mse_loss(checkpoint(model, inputs, use_reentrant=False), wanted)
+            loss = nn.functional.mse_loss(checkpoint(model, inputs, use_reentrant=False), targets)
         loss.backward()
         yield seen(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
@@ -742,7 +742,7 @@ def program(seed: int) -> list[Statement]:
 
 
 def observe(seed: int) -> list[Any]:
-    """Runs the program of a seed; returns what it observes."""
+    """Runs the program of a seed; returns its observations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# Of the long test; before a release some hundreds.
+# Seeds of the long test; some hundreds before a release.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
@@ -56,10 +56,10 @@ def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
     assert len(plain) == len(seeds) + 1  # the first is about the process
     for name, others in results.items():
         unlike = [
-            (name, seed, wanted[:1], expected, found)
-            for seed, wanted, given in zip(seeds, plain[1:], others[1:], strict=True)
-            for expected, found in zip(wanted, given, strict=False)
-            if expected != found
+            (name, seed, expected_steps[:1], expected, actual)
+            for seed, expected_steps, actual_steps in zip(seeds, plain[1:], others[1:], strict=True)
+            for expected, actual in zip(expected_steps, actual_steps, strict=False)
+            if expected != actual
         ]
         assert unlike == []
         assert others == plain

@@ -33,12 +33,12 @@ def command(
     machines: Path,
     checkpoints: Path,
     extra: Sequence[str],
-    *own: str,
+    *options: str,
     script: Path = TRAINER,
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
     """The command line of a manager."""
-    words = [
+    manager = [
         sys.executable,
         "-m",
         "megatron.adaptive",
@@ -47,15 +47,15 @@ def command(
         "--machines",
         str(machines),
     ]
-    words += ["--checkpoint", str(checkpoints), *own, str(script)]
-    return [*words, *flags, *extra]
+    manager += ["--checkpoint", str(checkpoints), *options, str(script)]
+    return [*manager, *flags, *extra]
 
 
 class JobFolder:
     """Looks at a job from outside.
 
     Args:
-        checkpoints: its folder.
+        checkpoints: Folder of the job.
     """
 
     def __init__(self, checkpoints: Path) -> None:
@@ -67,14 +67,14 @@ class JobFolder:
         return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Joins what the ranks of all incarnations wrote, in order."""
+        """Returns the progress of all incarnations, in order."""
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
-        found = []
+        lines = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
             incarnation = int(path.parent.name.split("-")[1])
             for line in path.read_text().splitlines():
-                found.append({"epoch": incarnation, **json.loads(line)})
-        return found
+                lines.append({"epoch": incarnation, **json.loads(line)})
+        return lines
 
     def steps(self, incarnation: int) -> list[int]:
         """Iterations that an epoch did."""
@@ -84,15 +84,15 @@ class JobFolder:
             if line["epoch"] == incarnation and "iteration" in line
         ]
 
-    def until(self, condition: Callable[[], object], what: str, limit_s: float = 150.0) -> None:
+    def until(self, condition: Callable[[], object], goal: str, limit_s: float = 150.0) -> None:
         """Waits until a condition is true."""
         end_s = time.monotonic() + limit_s
         while not condition():
-            self.watch(what)
-            assert time.monotonic() < end_s, f"no {what} in {limit_s:g} s:\n{self.said()}"
+            self.watch(goal)
+            assert time.monotonic() < end_s, f"no {goal} in {limit_s:g} s:\n{self.said()}"
             time.sleep(0.05)
 
-    def watch(self, what: str) -> None:
+    def watch(self, goal: str) -> None:
         """Observes the job while a test waits; does nothing by default."""
 
     def said(self) -> str:
@@ -104,14 +104,14 @@ class ElasticJob(JobFolder):
     """A running manager with its agents.
 
     Args:
-        folder: for all that it writes.
-        names: of the nodes.
-        extra: arguments of the trainer.
-        own: options of the manager.
-        script: that the ranks run.
-        flags: of it, before the others.
-        variables: further environment of all processes.
-        slots: processes of each node.
+        folder: Folder for all files of the job.
+        names: Names of the nodes.
+        extra: Arguments of the trainer.
+        options: Options of the manager.
+        script: Script of the ranks.
+        flags: First arguments of the script.
+        variables: Further variables of all processes.
+        slots: Number of processes of each node.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ElasticJob(JobFolder):
         folder: Path,
         names: Sequence[str],
         extra: Sequence[str],
-        own: Sequence[str] = (),
+        options: Sequence[str] = (),
         *,
         script: Path = TRAINER,
         flags: Sequence[str] = FLAGS,
@@ -132,10 +132,12 @@ class ElasticJob(JobFolder):
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
-        # Of its nodes; the parent of their fork servers, and so of their ranks, is the tests'.
+        # The tests' server forks the fork servers of all nodes, whose children the ranks are.
         self._parent, forked = forkserver().nodes()
-        words = command(self.machines, self.checkpoints, extra, *own, script=script, flags=flags)
-        self.manager = start(words, self.log, {**environment(), **forked, **(variables or {})})
+        manager = command(
+            self.machines, self.checkpoints, extra, *options, script=script, flags=flags
+        )
+        self.manager = start(manager, self.log, {**environment(), **forked, **(variables or {})})
         self._family: dict[int, psutil.Process] = {}
 
     def _write(self, names: Sequence[str]) -> None:
@@ -145,14 +147,14 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Writes other nodes into the machines file and tells the manager."""
+        """Writes other nodes into the machines file and informs the manager."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
     def agent(self, name: str) -> int:
         """Process of a node's agent."""
-        (found,) = [node for node in self.state()["machines"] if node["name"] == name]
-        return int(found["pid"])
+        (entry,) = [node for node in self.state()["machines"] if node["name"] == name]
+        return int(entry["pid"])
 
     def rank_on(self, name: str) -> psutil.Process:
         """The rank of a node that has one."""
@@ -162,13 +164,15 @@ class ElasticJob(JobFolder):
     def _ranks_of(self, agent: int) -> list[psutil.Process]:
         """The processes of a node but for its agent's own."""
         (asked,) = psutil.Process(agent).children()
-        (found,) = (one for one in self._parent.children() if one.name() == f"node-{asked.pid}")
-        return found.children()
+        (forked,) = (
+            child for child in self._parent.children() if child.name() == f"node-{asked.pid}"
+        )
+        return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
         """Waits until an epoch has done some steps; returns the number of the last one."""
-        what = f"{steps} steps of epoch {incarnation}"
-        self.until(lambda: len(self.steps(incarnation)) >= steps, what)
+        goal = f"{steps} steps of epoch {incarnation}"
+        self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
@@ -182,9 +186,9 @@ class ElasticJob(JobFolder):
         for name in names:
             agent = psutil.Process(self.agent(name))
             family += [agent, *agent.children(recursive=True), *self._ranks_of(agent.pid)]
-        for one in family:
+        for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
-                one.kill()
+                process.kill()
         wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
@@ -194,20 +198,20 @@ class ElasticJob(JobFolder):
         assert self.left_behind() == []
 
     def undisturbed(self, folder: Path, first: int, last: int, *more: str) -> dict[int, float]:
-        """Losses of one process that goes on alone from the checkpoint of an iteration.
+        """Returns the losses of a single process that continues from a checkpoint.
 
         Args:
-            folder: for its progress.
-            first: the iteration. All shapes start from the weights of the first: how weights are
-                drawn depends on the shape.
-            last: iteration.
-            more: flags of the trainer.
+            folder: Folder for its progress.
+            first: Iteration of the checkpoint. All shapes start from the weights of the first
+                shape, because the shape decides how weights are drawn.
+            last: Last iteration.
+            more: Flags of the trainer.
         """
-        words = [str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
-        words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
-        words += ["--load", str(self.checkpoints), "--ckpt-step", str(first)]
-        words += ["--exit-interval", str(last)]
-        done = run_forked(words, folder=folder.parent, limit_s=300)
+        arguments = [str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
+        arguments += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
+        arguments += ["--load", str(self.checkpoints), "--ckpt-step", str(first)]
+        arguments += ["--exit-interval", str(last)]
+        done = run_forked(arguments, folder=folder.parent, limit_s=300)
         assert done.returncode == 0, done.stderr
         lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
@@ -216,7 +220,7 @@ class ElasticJob(JobFolder):
         """Compares each step after an iteration, also those done twice; returns the last step."""
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
-        assert set(expected) == {one for one in done if one > first}
+        assert set(expected) == {step for step in done if step > first}
         for line in self.lines():
             if line.get("iteration", 0) > first:
                 # After hundreds of steps a loss is small, and what is rounded is of its summands.
@@ -230,25 +234,25 @@ class ElasticJob(JobFolder):
         self._remember()
         return self.manager.wait(limit_s)
 
-    def watch(self, what: str) -> None:
+    def watch(self, goal: str) -> None:
         self._remember()
-        assert self.manager.poll() is None, f"the job ended before {what}:\n{self.said()}"
+        assert self.manager.poll() is None, f"the job ended before {goal}:\n{self.said()}"
 
     def said(self) -> str:
         """The log."""
         return self.log.read_text()
 
     def left_behind(self) -> list[str]:
-        """Processes of the job that are still there after its end."""
+        """Returns the processes of the job that outlived it."""
         psutil.wait_procs(list(self._family.values()), timeout=5)
-        return [str(one) for one in self._family.values() if one.is_running()]
+        return [str(process) for process in self._family.values() if process.is_running()]
 
     def close(self) -> None:
         """Ends all processes that are left."""
         self._remember()
-        for one in [*self._family.values()]:
-            if one.is_running():
-                one.kill()
+        for process in [*self._family.values()]:
+            if process.is_running():
+                process.kill()
         if self.manager.poll() is None:
             self.manager.kill()
         self.manager.wait(10)

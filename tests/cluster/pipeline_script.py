@@ -1,4 +1,4 @@
-"""A user's script with a Pipeline: tells of every step on every rank what it trained on.
+"""A user's script with a Pipeline: each rank reports the samples and the loss of every step.
 
 Its arguments: total steps, samples of a step, a folder for its results, and JSON of further ones:
 ``folder``, ``save_interval`` and ``async_save`` of the loop, ``state`` for a scheduler of the
@@ -26,46 +26,46 @@ class Late(torch.autograd.Function):
     """Takes its time, and more of it on the node ``b`` once there is a file of that name."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, told: str) -> torch.Tensor:
-        ctx.told = told
+    def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
+        ctx.folder = folder
         takes_s = 0.008  # more than what other programs take of a piece's time
-        if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(told) / "b").exists():
+        if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(folder) / "b").exists():
             takes_s = 0.032
         time.sleep(takes_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        Late.forward(ctx, gradients[0], ctx.told)
+        Late.forward(ctx, gradients[0], ctx.folder)
         return gradients[0], None
 
 
 class Net(torch.nn.Module):
-    def __init__(self, told: str) -> None:
+    def __init__(self, late_folder: str) -> None:
         super().__init__()
-        self.late_file = told  # where a file makes it late, empty for never
+        self.late_folder = late_folder  # a file there makes it late; empty for never
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = torch.nn.functional.dropout(torch.tanh(block(x)) + x, 0.1, self.training)
-            if self.late_file:
-                x = Late.apply(x, self.late_file)
+            if self.late_folder:
+                x = Late.apply(x, self.late_folder)
             if number < 5:
                 x = self.cuts[number](x)
         return x.square().mean()
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """The first number of a sample tells which one it is."""
+    """Returns a batch; the first number of a sample identifies it."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}
 
 
 def main() -> None:
-    total, size, told, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    total, size, reports, more = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     options: dict[str, Any] = json.loads(more)
     wrong, has_state = options.pop("wrong", ""), options.pop("state", False)
     names = ("folder", "save_interval", "async_save", "diagnose_interval")
@@ -75,7 +75,7 @@ def main() -> None:
     torch.manual_seed(1)
     if wrong == "another model":
         options["memory_limit_bytes"] = 1e9 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    late = str(told) if options.pop("late", False) else ""
+    late = str(reports) if options.pop("late", False) else ""
     pipeline = Pipeline(Net(late), batch_of(0, size), **options)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
     pipeline.set_optimizer(optimizer, clip_norm=1.0)
@@ -86,7 +86,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     if wrong == "no loop":
         pipeline.step(pipeline.share(batch_of(0, size)))
-    with (told / f"epoch-{job['epoch']}-{rank}.jsonl").open("a") as output:
+    with (reports / f"epoch-{job['epoch']}-{rank}.jsonl").open("a") as output:
         for step in pipeline.loop(total, **looping):
             batch = batch_of(step, size)
             part = pipeline.share(batch)
@@ -97,11 +97,11 @@ def main() -> None:
                 "step": step,
                 "loss": loss,
                 "shape": [pipeline.pipeline_size, pipeline.replicas],
-                "samples": [round(float(one) * 1e3) for one in part["x"][:, 0]],
+                "samples": [round(float(value) * 1e3) for value in part["x"][:, 0]],
             }
             output.write(json.dumps(line) + "\n")
             output.flush()
-    (told / f"after-{rank}").touch()
+    (reports / f"after-{rank}").touch()
     pipeline.close()
 
 

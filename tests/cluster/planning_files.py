@@ -15,20 +15,20 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
     """Writes a cluster file.
 
     Args:
-        folder: where.
-        hosts: nodes of each type, a letter each; none for the type of all others.
-        gpus: of each node.
-        more: keys of each type.
+        folder: Folder of the file.
+        hosts: Nodes of each type, a letter each; empty for the type of all others.
+        gpus: Number of GPUs of each node.
+        more: Further keys of each type.
     """
     nodes = []
     for name, letters in hosts.items():
         named = {"hosts": list(letters)} if letters else {}
-        one = {"type": name, "gpu": f"{name}-gpu", "count": len(letters) or 4, **named}
-        one |= {"gpus_per_node": gpus, "memory": "16 GB"}
-        nodes.append({**one, "link": {"bandwidth": "10 GB/s", "latency": "20 us"}, **more})
-    told = {"format": 1, "nodes": nodes, "network": {"bandwidth": "10 GB/s", "latency": "50 us"}}
+        node = {"type": name, "gpu": f"{name}-gpu", "count": len(letters) or 4, **named}
+        node |= {"gpus_per_node": gpus, "memory": "16 GB"}
+        nodes.append({**node, "link": {"bandwidth": "10 GB/s", "latency": "20 us"}, **more})
+    profile = {"format": 1, "nodes": nodes, "network": {"bandwidth": "10 GB/s", "latency": "50 us"}}
     path = folder / "cluster.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(profile))
     return path
 
 
@@ -36,8 +36,8 @@ def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
     """Writes a profile.
 
     Args:
-        folder: where.
-        layer_s: seconds of a layer of each type.
+        folder: Folder of the file.
+        layer_s: Seconds of a layer, by type.
     """
     rows = []
     for name, seconds in layer_s.items():
@@ -46,6 +46,6 @@ def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
             rows.append({"kind": kind, "gpu": f"{name}-gpu", "tp": 1, "micro_batch": 1, **takes})
     nodes = {name: {"gpu": f"{name}-gpu", "memory_bytes": 16e9} for name in layer_s}
     path = folder / "profile.json"
-    told = {"format": 1, "model": {"name": "tiny"}, "nodes": nodes, "layers": rows}
-    path.write_text(json.dumps(told))
+    profile = {"format": 1, "model": {"name": "tiny"}, "nodes": nodes, "layers": rows}
+    path.write_text(json.dumps(profile))
     return path

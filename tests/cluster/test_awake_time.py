@@ -82,12 +82,12 @@ def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
             joined.put_nowait(link)
 
         listener = Listener(attend, "s" * 32, "test", print, host="127.0.0.1")
-        words = [sys.executable, "-c", LISTENING, str(listener.port)]
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        command = [sys.executable, "-c", LISTENING, str(listener.port)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             link = await asyncio.wait_for(joined.get(), 60)
             os.kill(child.pid, signal.SIGSTOP)
-            # Twice its limit, in which this side goes on to give signs of life.
+            # Twice its limit, in which this side continues to give signs of life.
             end_s = time.monotonic() + 6.0
             while time.monotonic() < end_s:
                 await asyncio.sleep(0.1)

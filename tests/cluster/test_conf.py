@@ -69,7 +69,7 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         ("WORLD_SIZE=5\nNNODES=2\nNPROC_PER_NODE=2", ["WORLD_SIZE=5", "2 + 2 = 4"]),
         ("NNODES=2\nNPROC_PER_NODE=2\nPIPELINE_MP_SIZE=3", ["WORLD_SIZE=4", "1 x 3 = 3"]),
@@ -97,17 +97,17 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
         ("NSYS=true\nNCU=true", ["NSYS=true", "NCU=true"]),
     ],
 )
-def test_a_mistake_is_named(text: str, words: list[str], write: Write) -> None:
+def test_a_mistake_is_named(text: str, expected: list[str], write: Write) -> None:
     with pytest.raises(ConfigError) as info:
         load_conf(write(text + "\n"))
     message = str(info.value)
     assert len(message.splitlines()) == 1
-    for word in words:
+    for word in expected:
         assert word in message
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         (
             "MODEL=tiny\nPIPELINE_MP_SIZE=2\nPARTITION=2-3",
@@ -132,12 +132,12 @@ def test_a_mistake_is_named(text: str, words: list[str], write: Write) -> None:
     ],
 )
 def test_the_trainers_rules_are_checked_beforehand(
-    text: str, words: list[str], write: Write
+    text: str, expected: list[str], write: Write
 ) -> None:
     conf = load_conf(write(f"{text}\nNNODES=2\nNPROC_PER_NODE=1\n"))
-    with pytest.raises(Exception, match=re.escape(words[0])) as info:
+    with pytest.raises(Exception, match=re.escape(expected[0])) as info:
         check_data_and_trainer(conf)
-    for word in words:
+    for word in expected:
         assert word in str(info.value)
 
 
@@ -163,8 +163,8 @@ def test_a_file_of_flags_is_a_model(write: Write) -> None:
 def test_the_command_of_a_node() -> None:
     folders = ["CHECKPOINT_DIR=/shared/run", "LOCAL_CHECKPOINT_DIR=/scratch/run"]
     conf = load_conf(None, ["TRACE=true", "TRAINER_FLAGS=--seed 7", *folders])
-    place = NodePlace(node_rank=1, processes=(2, 4), master_addr="10.0.0.1", master_port=2000)
-    text = " ".join(node_command(conf, place, Path("/logs/1")))
+    node = NodePlace(node_rank=1, processes=(2, 4), master_addr="10.0.0.1", master_port=2000)
+    text = " ".join(node_command(conf, node, Path("/logs/1")))
     assert "--world-size 6 --nnodes 2 --node-rank 1 --nproc-per-node 4" in text
     assert "--master-addr 10.0.0.1 --master-port 2000" in text
     assert "--save /shared/run --load /shared/run" in text

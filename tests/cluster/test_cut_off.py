@@ -1,4 +1,4 @@
-"""A node whose packets are dropped without a sign: the job goes on without it, then with it."""
+"""A node whose packets are dropped without a sign: the job continues without it, then with it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SHARED_BYTES = 64 << 20
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     if reason := why_not():
         pytest.skip(reason)
-    found = Nodes(tmp_path, (1, 1), SHARED_BYTES)
-    yield found
-    found.close()
+    pair = Nodes(tmp_path, (1, 1), SHARED_BYTES)
+    yield pair
+    pair.close()
 
 
 def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
@@ -46,7 +46,7 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
         return done == incarnation and state["epochs"][-1]["step_s"] is not None
 
     for node in nodes.all:
-        own = [
+        agent = [
             sys.executable,
             "-m",
             "megatron.adaptive",
@@ -55,10 +55,10 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
             "--checkpoint",
             str(checkpoints),
         ]
-        own += ["--name", node.name, "--slots", "1", "--nodes", "2", "--max-restarts", "1"]
-        own += [str(TRAINER), *FLAGS, "--train-iters", "99999", "--save-interval", "20"]
-        own += ["--save-local", str(disks), "--keep-checkpoints", "3"]
-        node.boot(own, forking())
+        agent += ["--name", node.name, "--slots", "1", "--nodes", "2", "--max-restarts", "1"]
+        agent += [str(TRAINER), *FLAGS, "--train-iters", "99999", "--save-interval", "20"]
+        agent += ["--save-local", str(disks), "--keep-checkpoints", "3"]
+        node.boot(agent, forking())
     first, second = nodes.all
     folder = CheckpointFolder(checkpoints)
     job.until(lambda: (folder.latest() or 0) >= 40 and goes_on(1), "checkpoint")
@@ -78,6 +78,6 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
     assert again["lost_steps"] == 0
     for step in folder.steps():
         folder.open(step)
-    assert {one.name for one in disks.glob("*/*")} == {near.name, far.name}
+    assert {disk.name for disk in disks.glob("*/*")} == {near.name, far.name}
     assert "Traceback" not in near.said
     assert "giving up" not in near.said

@@ -34,8 +34,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    words = ["--train-iters", "99999", "--save-interval", "10", "--async-save"]
-    job = ElasticJob(tmp_path, "a", [*words, "--keep-checkpoints", "3"], slots=2)
+    flags = ["--train-iters", "99999", "--save-interval", "10", "--async-save"]
+    job = ElasticJob(tmp_path, "a", [*flags, "--keep-checkpoints", "3"], slots=2)
     folder = CheckpointFolder(small_disk)
 
     def latest() -> int:
@@ -64,8 +64,8 @@ def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
         job.close()
     said = job.said()
     assert "Traceback" not in said
-    told = f"giving up; the last complete one is of iteration {latest()}"
-    assert told in said, said
+    last_words = f"giving up; the last complete one is of iteration {latest()}"
+    assert last_words in said, said
     for path in small_disk.glob("iter_*"):
         folder.open(int(path.name[5:]))
     assert not list(small_disk.glob(".iter_*"))

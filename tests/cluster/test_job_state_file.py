@@ -1,4 +1,4 @@
-"""How a manager follows what ranks tell of themselves."""
+"""A manager reads the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
     """Appends lines as a rank does."""
     folder.mkdir(exist_ok=True)
     with (folder / PROGRESS_NAME).open("a") as file:
-        file.write("\n".join(json.dumps({"unix_ns": at, **one}) for at, one in enumerate(lines)))
+        file.write(
+            "\n".join(
+                json.dumps({"unix_ns": unix_ns, **line}) for unix_ns, line in enumerate(lines)
+            )
+        )
         file.write(end)
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
     """Lines of some iterations."""
-    return [{"iteration": at, "step_ms": ms} for at, ms in enumerate(durations_ms, first)]
+    return [
+        {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
+    ]
 
 
 def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
@@ -38,7 +44,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     write(folder, *steps(50.0, first=4), slow, {"saved": 4, "seconds": 0.5}, {"ended": "so"})
     now = reader.read(folder)
     assert (now.iteration, now.first_ns, now.step_s) == (4, 1, 0.03)
-    assert [one.factor for one in now.slow] == [1.5]
+    assert [rank.factor for rank in now.slow] == [1.5]
     assert (now.saved_ns, now.saving_s, now.ended) == (2, 0.5, "so")
     assert now == ProgressReader().read(folder)
 

@@ -42,10 +42,11 @@ def planning(tmp_path: Path) -> Planning:
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
     """Layers on a node of one process."""
-    at = [node for node, _ in layout.places].index(name) // (layout.data * layout.tensor)
+    nodes_of_ranks = [node for node, _ in layout.places]
+    pp_rank = nodes_of_ranks.index(name) // (layout.data * layout.tensor)
     config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)
     placement = placement_of(config)
-    held = (placement.stage_of(at, chunk) for chunk in range(placement.num_chunks))
+    held = (placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks))
     return sum(layout.partition[stage] for stage in held)
 
 
@@ -86,24 +87,24 @@ def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: 
     model = (*DRY, "--num-layers", "4", "--global-batch-size", "16")
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": 0.004})]
     equal = Planning(files, model).plan(nodes("abc"))
-    found = Planning(files, model, unequal=True).plan(nodes("abc"))
+    unequal = Planning(files, model, unequal=True).plan(nodes("abc"))
     assert equal.widths == ()
-    assert sorted(found.widths) == [1, 2]
-    assert found.step_s is not None
+    assert sorted(unequal.widths) == [1, 2]
+    assert unequal.step_s is not None
     assert equal.step_s is not None
-    assert found.step_s < equal.step_s
-    assert found.world_size == 3
-    config = parse([*model, *found.flags], world_size=3, last_wins=True)
-    assert config.parallel.unequal_sizes == found.widths
-    assert str(found).startswith(f"PP 2 x DP {found.widths[0]}-{found.widths[1]}, layers ")
+    assert unequal.step_s < equal.step_s
+    assert unequal.world_size == 3
+    config = parse([*model, *unequal.flags], world_size=3, last_wins=True)
+    assert config.parallel.unequal_sizes == unequal.widths
+    assert str(unequal).startswith(f"PP 2 x DP {unequal.widths[0]}-{unequal.widths[1]}, layers ")
     with contextlib.closing(PlannerChooser(files, model, 60.0, unequal=True)) as chooser:
-        assert asyncio.run(chooser.choose(model, nodes("abc"))) == found
-    # With dropout the microbatch stays, and is dealt out.
+        assert asyncio.run(chooser.choose(model, nodes("abc"))) == unequal
+    # Under dropout the microbatch stays and is dealt out.
     dropping = (*MODEL, "--num-layers", "4", "--global-batch-size", "16")
     kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
     assert kept.micro_batch == 1
     assert sorted(kept.widths) == [1, 2]
-    # Where the trainer takes no unequal stages, others are found.
+    # The trainer takes no unequal stages here, so that others are chosen.
     refusing = (*model, "--pipeline-schedule", "zb-h1")
     assert Planning(files, refusing, unequal=True).plan(nodes("abc")).widths == ()
 
@@ -120,7 +121,7 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "more", "told"),
+    ("hosts", "more", "reason"),
     [
         ({"fast": "ab", "slow": "c"}, (), "machines.txt: d is not in .*cluster.json"),
         ({"fast": "", "slow": ""}, (), "node types fast, slow have no hosts"),
@@ -131,28 +132,28 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_anything_starts(
-    hosts: dict[str, str], more: tuple[str, ...], told: str, tmp_path: Path
+    hosts: dict[str, str], more: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
     files = [cluster_file(tmp_path, hosts), profile_file(tmp_path, SPEEDS)]
     machines = tmp_path / "machines.txt"
     machines.write_text("".join(f"localhost name={name} slots=1\n" for name in "abcd"))
-    words = [word for path in files for word in ("--plan-with", str(path))]
-    words += ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), str(TRAINER)]
-    with pytest.raises(ConfigError, match=told):
-        main([*words, *MODEL, "--save-interval", "3", *more])
+    arguments = [word for path in files for word in ("--plan-with", str(path))]
+    arguments += ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), str(TRAINER)]
+    with pytest.raises(ConfigError, match=reason):
+        main([*arguments, *MODEL, "--save-interval", "3", *more])
     assert not (tmp_path / "c").exists()
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     files = [cluster_file(tmp_path, {"fast": "ab"}), profile_file(tmp_path, SPEEDS)]
     (tmp_path / "other.json").write_text(json.dumps({"format": 1}))
-    for paths, told in (
+    for paths, reason in (
         ([tmp_path / "none.yaml"], "none.yaml: No such file"),
         ([tmp_path / "other.json"], "neither a cluster file"),
         ([files[0], files[0]], "are cluster files"),
         ([files[1]], "profile.json: no cluster file, .* name one too"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reason):
             Planning(paths, MODEL)
 
 

@@ -35,7 +35,10 @@ FLAGS = (
 
 
 def offers(*slots: int, slowness: float = 1.0) -> list[Offer]:
-    return [Offer(name=str(at), slots=one, slowness=slowness) for at, one in enumerate(slots)]
+    return [
+        Offer(name=str(number), slots=count, slowness=slowness)
+        for number, count in enumerate(slots)
+    ]
 
 
 def chosen(slots: list[int], *extra: str) -> ParallelLayout:
@@ -45,10 +48,10 @@ def chosen(slots: list[int], *extra: str) -> ParallelLayout:
 
 
 def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for() -> None:
-    found = {
+    shapes = {
         count: chosen([1] * count, "--pipeline-model-parallel-size", "2") for count in range(1, 10)
     }
-    degrees = {count: (layout.pipeline, layout.data) for count, layout in found.items()}
+    degrees = {count: (layout.pipeline, layout.data) for count, layout in shapes.items()}
     assert degrees == {
         1: (1, 1),
         2: (2, 1),
@@ -60,8 +63,8 @@ def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for
         8: (2, 4),
         9: (2, 4),
     }
-    assert found[5].partition == (1, 1, 2, 1, 1)
-    for layout in found.values():
+    assert shapes[5].partition == (1, 1, 2, 1, 1)
+    for layout in shapes.values():
         config = parse([*FLAGS, *layout.flags], world_size=layout.world_size, last_wins=True)
         assert config.layers_per_stage == layout.partition
         assert config.batch.global_batch_size == 8
@@ -111,11 +114,11 @@ def test_arguments_that_are_wrong_in_every_shape_are_refused() -> None:
 
 
 def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
-    given = [*FLAGS, "--load", "other", "--finetune", "--ckpt-step", "5", "--trace-dir=traces"]
+    flags = [*FLAGS, "--load", "other", "--finetune", "--ckpt-step", "5", "--trace-dir=traces"]
     layout = chosen([2])
 
     def told(resumed: int) -> list[str]:
-        return TrainerProgram(given, Path("own")).command(layout, 3, resumed, Path("progress"))[0]
+        return TrainerProgram(flags, Path("own")).command(layout, 3, resumed, Path("progress"))[0]
 
     first = parse(told(0), world_size=2, last_wins=True).checkpoint
     assert (first.load, first.save, first.finetune, first.ckpt_step) == ("other", "own", True, 5)
@@ -142,17 +145,17 @@ class Job:
         assert layout is not None
         return layout
 
-    def handle(self, *found: SlowRank, layout: ParallelLayout | None = None) -> str:
+    def handle(self, *slow_ranks: SlowRank, layout: ParallelLayout | None = None) -> str:
         incarnation = Incarnation(number=2, layout="", processes=3, nodes=(), reason="")
-        where = {f"2/{at}": node.name for at, node in enumerate(self.nodes)}
+        where = {f"2/{number}": node.name for number, node in enumerate(self.nodes)}
         running = RunningRanks(
             incarnation=incarnation, layout=layout or self.choose(), folder=Path(), where=where
         )
-        return asyncio.run(self.stragglers.handle(found, running, self.nodes))
+        return asyncio.run(self.stragglers.handle(slow_ranks, running, self.nodes))
 
 
 def slow(rank: int, factor: float = 2.0, *, times: int = 2, ranks: int = 3) -> SlowRank:
-    pace_ns = tuple(1e6 * (factor if at == rank else 1.0) for at in range(ranks))
+    pace_ns = tuple(1e6 * (factor if index == rank else 1.0) for index in range(ranks))
     return SlowRank(slow_rank=rank, times=times, factor=factor, pace_ns=pace_ns)
 
 
@@ -165,7 +168,7 @@ def test_a_slow_node_gets_fewer_layers_once() -> None:
     assert job.choose().partition == (3, 2, 3)
     assert job.handle(slow(1, 4.0)) == ""  # one move for each node
     assert job.stragglers.to_dict(job.nodes[1])["slowness"] == 2.0
-    job.stragglers.joined("b")  # as good as new
+    job.stragglers.joined("b")  # its slowness is forgotten
     assert job.choose().partition == (2, 3, 3)
 
 
@@ -209,15 +212,15 @@ def test_slowness_of_equal_nodes_changes_no_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reason"),
     [
         ((), "--on-straggler exclude with no --trace-dir"),
         (("--trace-dir", "t", "--diagnose-interval", "0"), "exclude with --diagnose-interval 0"),
     ],
 )
 def test_without_a_diagnosis_there_are_no_stragglers(
-    more: tuple[str, ...], told: str, tmp_path: Path
+    more: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    words = ["--on-straggler", "exclude", "--checkpoint", str(tmp_path / "c"), str(TRAINER)]
-    with pytest.raises(ConfigError, match=told):
-        main([*words, *JOB_MODEL, *more])
+    arguments = ["--on-straggler", "exclude", "--checkpoint", str(tmp_path / "c"), str(TRAINER)]
+    with pytest.raises(ConfigError, match=reason):
+        main([*arguments, *JOB_MODEL, *more])

@@ -23,8 +23,8 @@ from .jobs import FLAGS
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
     """A manager of a job whose first incarnation has worked, or has not."""
-    words = (*FLAGS, "--train-iters", "9")
-    spec = JobSpec(script=Path("x.py"), arguments=words, checkpoints=folder, **more)
+    flags = (*FLAGS, "--train-iters", "9")
+    spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
     manager._before = IncarnationProgress(first_ns=1 if worked else None)
     return manager
@@ -127,18 +127,18 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
     """A node that was taken before its ranks had saved counted as one."""
     manager = managed(tmp_path, max_restarts=0)
-    told = "notice SIGTERM on b"
+    reason = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
-    nodes["b"] = Node(name="b", status="leaving", why=told)
+    nodes["b"] = Node(name="b", status="leaving", why=reason)
     manager._members.nodes |= nodes
     running = ended(2)
     running.where, running.statuses, running.fault = {"1/0": "a", "1/1": "b"}, {}, ""
     manager._rank_ended(running, Event("ended", "a", {"key": "1/0", "status": 2}))
     manager._rank_ended(running, Event("ended", "b", {"key": "1/1", "status": -9}))
-    assert manager._judge(running) == (None, told)
+    assert manager._judge(running) == (None, reason)
     assert nodes["b"].status == "gone"
     alone = ended(2)
-    assert manager._judge(alone) == (2, "")  # of the program itself
+    assert manager._judge(alone) == (2, "")  # an error of the program itself
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
@@ -146,15 +146,15 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     manager = managed(tmp_path)
 
     def chosen() -> list[str]:
-        found = asyncio.run(manager._layout())
-        assert found is not None
-        layout, nodes = found
+        chosen_layout = asyncio.run(manager._layout())
+        assert chosen_layout is not None
+        layout, nodes = chosen_layout
         return [node.name for node in assign(nodes, layout)]
 
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # at the start all of them import
+    assert chosen() == ["a", "b", "c"]  # all of them import at the start
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
@@ -201,8 +201,8 @@ class Part:
     """What a manager or an agent does that takes signals itself for a while.
 
     Args:
-        handles: the signal comes while it takes them, else after that.
-        status: that an agent is let go with.
+        handles: Whether the signal comes while it takes signals, else afterwards.
+        status: Status with which an agent is let go.
     """
 
     def __init__(self, handles: bool, status: int | None = None) -> None:

@@ -38,7 +38,7 @@ def test_a_file_names_hosts_with_slots_and_nodes_on_one_host(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
         ("", "it names no machine"),
         ("# nothing\n\n", "it names no machine"),
@@ -52,12 +52,12 @@ def test_a_file_names_hosts_with_slots_and_nodes_on_one_host(tmp_path: Path) -> 
         ("a name=../b\n", "'../b' is not a name"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "machines.txt"
     path.write_text(text)
     with pytest.raises(ConfigError, match="^--machines ") as caught:
         read_machines(path)
-    assert told in str(caught.value)
+    assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -96,9 +96,9 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
     assert command[-2] == "far"
     assert "HF_TOKEN" not in " ".join(command)
     clean = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
-    words = [shell, "-c", command[-1]]
+    shell_command = [shell, "-c", command[-1]]
     said = subprocess.run(
-        words, input=begin + b"the rest\n", env=clean, capture_output=True, check=True
+        shell_command, input=begin + b"the rest\n", env=clean, capture_output=True, check=True
     )
     environment, arguments, rest = json.loads(said.stdout)
     assert variables.items() <= environment.items()
@@ -126,11 +126,11 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
     async def join() -> str:
         members = Membership(None, None, "192.0.2.1", "secret")
         link = await joined(members, address)
-        found = members.nodes["a"].link
-        assert found is not None
+        other_end = members.nodes["a"].link
+        assert other_end is not None
         await link.close()
         await members.close(0, hands_over=True)
-        return found.peer
+        return other_end.peer
 
     assert asyncio.run(join()) == address
 
@@ -158,7 +158,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # as it goes, and afterwards
+        for _ in range(2):  # the agent as it leaves, and a probe
             with pytest.raises(ConnectionError, match="a was lost as well"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))
@@ -174,26 +174,26 @@ def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[s
     """The node stayed out for ever when its agent alone was killed, or given up."""
 
     async def pids(members: Membership, count: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < count:
+        pids: list[int] = []
+        while len(pids) < count:
             event = await asyncio.wait_for(members.events.get(), 60.0)
             if event.kind != "joined":
                 continue
             node = members.nodes["a"]
             assert node.status == "present"
-            found.append(node.pid)
-            if len(found) == 1:
+            pids.append(node.pid)
+            if len(pids) == 1:
                 os.kill(node.pid, signal.SIGKILL)
-            elif len(found) == 2:
+            elif len(pids) == 2:
                 assert node.link is not None
                 node.status = "lost"
                 node.link.send("leave")
-        return found
+        return pids
 
     async def run() -> list[int]:
-        own = Machine(name="a", host="localhost", slots=1)
+        machine = Machine(name="a", host="localhost", slots=1)
         work = {"script": "x.py", "arguments": (), "checkpoints": "/nowhere"}
-        members = Membership(None, own, "127.0.0.1", "secret", work)
+        members = Membership(None, machine, "127.0.0.1", "secret", work)
         await members.start()
         try:
             return await pids(members, 3)

@@ -25,9 +25,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a job with a checkpoint every so many steps; further words are the manager's."""
     started: list[ElasticJob] = []
 
-    def begin(names: str, interval: int, *own: str, extra: tuple[str, ...] = ()) -> ElasticJob:
-        words = ["--train-iters", "9999", "--save-interval", str(interval), *extra]
-        started.append(ElasticJob(tmp_path, names, words, own))
+    def begin(names: str, interval: int, *options: str, extra: tuple[str, ...] = ()) -> ElasticJob:
+        flags = ["--train-iters", "9999", "--save-interval", str(interval), *extra]
+        started.append(ElasticJob(tmp_path, names, flags, options))
         return started[0]
 
     yield begin
@@ -67,25 +67,26 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     state = job.state()
     layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1"]
     layouts.append("PP 2 x DP 1")
-    assert [one["shape"].partition(",")[0] for one in state["epochs"]] == layouts, job.said()
-    reasons = [one["reason"] for one in state["epochs"]]
+    assert [incarnation["shape"].partition(",")[0] for incarnation in state["epochs"]] == layouts, (
+        job.said()
+    )
+    reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"
-    # With notice nothing is done twice; without, what came after the last complete checkpoint.
+    # No step is repeated after a notice; without one, those after the last complete checkpoint are.
     lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
-    assert [lost[at] for at in (0, 1, 3, 4)] == [0, 0, 0, 0]
+    assert [lost[index] for index in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
     assert resumed % 15 == 0
     assert lost[5] == max(job.steps(5)) - resumed < 15 + 15
     assert max(job.steps(5)) >= max(before)
     assert job.steps(6)[0] == resumed + 1
-    for one in (state["epochs"][at] for at in (1, 3, 4)):
-        assert {"notice", "checkpoint", "end", "plan", "start", "load", "first_step"} <= set(
-            one["phases_s"]
-        )
+    phases = {"notice", "checkpoint", "end", "plan", "start", "load", "first_step"}
+    for index in (1, 3, 4):
+        assert phases <= set(state["epochs"][index]["phases_s"])
     # Every step of every shape, those done twice too.
     last = job.check_losses(tmp_path / "undisturbed", 15)
-    assert {one for number in range(1, 7) for one in job.steps(number)} == set(range(1, last + 1))
+    assert {step for number in range(1, 7) for step in job.steps(number)} == set(range(1, last + 1))
     assert state["checkpoint_iteration"] == last
 
 
@@ -103,14 +104,14 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.until(lambda: saved() >= 10, "a checkpoint")
     job.rank_on("b").kill()
     job.trained(2, 8)
-    second, at = job.epoch(2), saved()
-    job.until(lambda: saved() > at, "another checkpoint")
-    job.change("a")  # with notice: all of it comes to shared storage
+    second, saved_step = job.epoch(2), saved()
+    job.until(lambda: saved() > saved_step, "another checkpoint")
+    job.change("a")  # a notice: the whole state comes to shared storage
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
-    third, at = job.epoch(3), saved()
-    job.until(lambda: saved() > at, "a checkpoint of the third epoch")
+    third, saved_step = job.epoch(3), saved()
+    job.until(lambda: saved() > saved_step, "a checkpoint of the third epoch")
     job.close()
     assert "Traceback" not in job.said()
     assert second["resumed_iteration"] >= 10
@@ -144,16 +145,16 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     incarnations = job.state()["epochs"]
     assert len(incarnations) == 5, job.said()
     layouts = ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1", "PP 3 x DP 1", "PP 1 x DP 1"]
-    assert [one["shape"].partition(",")[0] for one in incarnations] == layouts
+    assert [incarnation["shape"].partition(",")[0] for incarnation in incarnations] == layouts
     for number, done in ((2, first), (3, second)):
-        one = incarnations[number - 1]
-        assert one["source"] == "copies in memory", job.said()
-        assert one["resumed_iteration"] >= done - 1
-        assert one["lost_steps"] <= 1
+        incarnation = incarnations[number - 1]
+        assert incarnation["source"] == "copies in memory", job.said()
+        assert incarnation["resumed_iteration"] >= done - 1
+        assert incarnation["lost_steps"] <= 1
         last = max(job.steps(number - 1))
-        assert one["resumed_iteration"] >= last - 1
-        assert job.steps(number)[0] == one["resumed_iteration"] + 1
-    assert incarnations[3]["source"] == "checkpoint"  # that was made for the node that came
+        assert incarnation["resumed_iteration"] >= last - 1
+        assert job.steps(number)[0] == incarnation["resumed_iteration"] + 1
+    assert incarnations[3]["source"] == "checkpoint"  # saved for the node that came
     assert incarnations[3]["lost_steps"] == 0
     # The copy of its neighbour's part may be of another step than what is left.
     nothing_left = r"checkpoint: no copy is left of the state of rank 1(, 2)?"

@@ -1,4 +1,4 @@
-"""Which RDMA ports NCCL and UCX are told."""
+"""The RDMA ports that NCCL and UCX get."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_the_ports_that_can_be_used(
 
 
 def test_what_the_user_says_stays() -> None:
-    given = {"NCCL_IB_HCA": "mlx5_9", "UCX_IB_GID_INDEX": "1"}
-    assert rdma_variables([port("mlx5_0")], given) == {
+    settings = {"NCCL_IB_HCA": "mlx5_9", "UCX_IB_GID_INDEX": "1"}
+    assert rdma_variables([port("mlx5_0")], settings) == {
         "UCX_NET_DEVICES": "mlx5_0:1",
         "NCCL_IB_GID_INDEX": "3",
     }

@@ -1,4 +1,4 @@
-"""A script with a Pipeline goes on in other shapes as the trainer does."""
+"""A script with a Pipeline continues in other shapes as the trainer does."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[ElasticJob] = []
 
     def begin(
-        names: str, total: int = ENDLESS, *own: str, slots: int = 1, **options: Any
+        names: str, total: int = ENDLESS, *manager_options: str, slots: int = 1, **options: Any
     ) -> ElasticJob:
         (tmp_path / "told").mkdir(exist_ok=True)
-        words = [str(total), str(SIZE), str(tmp_path / "told"), json.dumps(options)]
-        job = ElasticJob(tmp_path, names, words, own, script=SCRIPT, flags=(), slots=slots)
+        arguments = [str(total), str(SIZE), str(tmp_path / "told"), json.dumps(options)]
+        job = ElasticJob(
+            tmp_path, names, arguments, manager_options, script=SCRIPT, flags=(), slots=slots
+        )
         started.append(job)
         return job
 
@@ -46,20 +48,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """What all ranks of all epochs told, in the order of epochs and steps."""
-    found = []
+    """Returns the reports of all ranks, in the order of epochs and steps."""
+    reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
         for line in path.read_text().splitlines():
-            found.append({"epoch": int(incarnation), "rank": int(rank), **json.loads(line)})
-    return sorted(found, key=lambda one: (one["epoch"], one["step"], one["rank"]))
+            reports.append({"epoch": int(incarnation), "rank": int(rank), **json.loads(line)})
+    return sorted(reports, key=lambda report: (report["epoch"], report["step"], report["rank"]))
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
     """Waits until an incarnation has done this number of steps."""
 
     def done() -> bool:
-        return len({one["step"] for one in told(folder) if one["epoch"] == incarnation}) >= steps
+        return (
+            len({report["step"] for report in told(folder) if report["epoch"] == incarnation})
+            >= steps
+        )
 
     job.until(done, f"{steps} steps of epoch {incarnation}", LIMIT_S)
 
@@ -68,8 +73,8 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
     """The same script in one process."""
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
-    words = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
-    done = run_forked([str(SCRIPT), *words], folder=folder, limit_s=LIMIT_S)
+    arguments = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
+    done = run_forked([str(SCRIPT), *arguments], folder=folder, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return told(folder / "alone")
 
@@ -79,7 +84,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     job = start("abcd", save_interval=20, **SHAPED)
 
     train(job, tmp_path, 2, 8)  # the first one measures the model
-    os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before it is heeded or after
+    os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before or after the job reacts
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 8)
@@ -96,35 +101,39 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     job.stop(LIMIT_S)
 
     state = job.state()
-    layouts = [one["shape"] for one in state["epochs"]]
+    layouts = [incarnation["shape"] for incarnation in state["epochs"]]
     assert layouts[0] == "4 processes that measure the model"
     four, two, three = "PP 2 x DP 2", "PP 2 x DP 1", "PP 3 x DP 1"
-    seen = [one.partition(",")[0] for one in layouts[1:]]
+    seen = [shape.partition(",")[0] for shape in layouts[1:]]
     assert set(seen) == {four, two, three}
     assert seen[0] == seen[-1] == four
-    assert all("segments" in one for one in layouts[1:])
-    assert all(one["predicted_step_s"] > 0 for one in state["epochs"][1:])
-    # With notice nothing is done twice; without, what came after the last complete checkpoint.
-    assert all(one["lost_steps"] == 0 for at, one in enumerate(state["epochs"]) if at != before)
+    assert all("segments" in shape for shape in layouts[1:])
+    assert all(incarnation["predicted_step_s"] > 0 for incarnation in state["epochs"][1:])
+    # No step is repeated after a notice; without one, those after the last complete checkpoint are.
+    assert all(
+        incarnation["lost_steps"] == 0
+        for index, incarnation in enumerate(state["epochs"])
+        if index != before
+    )
     killed = state["epochs"][before]
     assert killed["reason"].startswith("rank ")  # 1, or one that heard of it first
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
 
     lines = told(tmp_path)
-    last = max(one["step"] for one in lines)
+    last = max(report["step"] for report in lines)
     assert state["iteration"] == last + 1
     expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1)
-    losses = {one["step"]: one["loss"] for one in expected}
+    losses = {report["step"]: report["loss"] for report in expected}
     assert sorted(losses) == list(range(last + 1))
     by_turn: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for one in lines:
-        assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
-        by_turn.setdefault((one["epoch"], one["step"]), []).append(one)
+    for report in lines:
+        assert report["loss"] == pytest.approx(losses[report["step"]], rel=1e-5)
+        by_turn.setdefault((report["epoch"], report["step"]), []).append(report)
     kept: dict[int, list[int]] = {}
     for (_, step), ranks in by_turn.items():
         pipeline_size = ranks[0]["shape"][0]
-        samples = sorted(sample for one in ranks for sample in one["samples"])
+        samples = sorted(sample for report in ranks for sample in report["samples"])
         if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # else one was killed in it
             kept[step] = samples[::pipeline_size]
     assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
@@ -143,25 +152,29 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
     train(job, tmp_path, 4, 6)
     job.stop(LIMIT_S)
     incarnations = job.state()["epochs"]
-    seen = [one["shape"].partition(",")[0] for one in incarnations[1:]]
+    seen = [incarnation["shape"].partition(",")[0] for incarnation in incarnations[1:]]
     assert seen == ["PP 2 x DP 2", "PP 3 x DP 1", "PP 2 x DP 1"], job.said()
     lines = told(tmp_path)
     for number in (3, 4):
-        one = incarnations[number - 1]
-        assert one["source"] == "copies in memory", job.said()
-        assert one["lost_steps"] <= 1
+        incarnation = incarnations[number - 1]
+        assert incarnation["source"] == "copies in memory", job.said()
+        assert incarnation["lost_steps"] <= 1
         done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
-        # A step that some rank told of may not count yet for all.
-        assert done - 2 <= one["resumed_iteration"] <= done
+        # A step that a rank reported may not count yet for all.
+        assert done - 2 <= incarnation["resumed_iteration"] <= done
         first = min(line["step"] for line in lines if line["epoch"] == number)
-        assert first == one["resumed_iteration"]
-    assert sum(one["lost_steps"] for one in incarnations) == job.state()["lost_steps"] <= 2
-    last = max(one["step"] for one in lines)
+        assert first == incarnation["resumed_iteration"]
+    assert (
+        sum(incarnation["lost_steps"] for incarnation in incarnations)
+        == job.state()["lost_steps"]
+        <= 2
+    )
+    last = max(report["step"] for report in lines)
     expected = undisturbed(tmp_path, last + 1, micro_batch_size=2, pipeline_size=1, state=True)
-    losses = {one["step"]: one["loss"] for one in expected}
-    assert {one["step"] for one in lines} == set(losses)
-    for one in lines:
-        assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
+    losses = {report["step"]: report["loss"] for report in expected}
+    assert {report["step"] for report in lines} == set(losses)
+    for report in lines:
+        assert report["loss"] == pytest.approx(losses[report["step"]], rel=1e-5)
 
 
 @pytest.mark.long
@@ -178,11 +191,11 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     assert even["shape"].startswith("PP 3 x DP 1, segments 2-2-2"), job.said()
     assert moved["reason"].startswith("b is slow, rank 1 takes "), job.said()
     assert moved["lost_steps"] == 0
-    (slow,) = [one for one in state["machines"] if one["name"] == "b"]
+    (slow,) = [machine for machine in state["machines"] if machine["name"] == "b"]
     assert slow["slowness"] > 2
     assert moved["shape"] != even["shape"]
     assert moved["predicted_step_s"] > even["predicted_step_s"]
-    steps = [one["step"] for one in told(tmp_path) if one["rank"] == 0]
+    steps = [report["step"] for report in told(tmp_path) if report["rank"] == 0]
     assert steps == list(range(len(steps)))
 
 
@@ -196,12 +209,12 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     for step, how in ((5, "(training waited "), (10, "(training waited "), (12, "(")):
         saved = f"saved checkpoint from iteration {step:7d} to {job.checkpoints}/step_{step:08d} "
         assert saved + how in job.said()
-    assert {one.name for one in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
+    assert {file.name for file in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("a", 12, save_interval=5, slots=2)
     assert again.end(LIMIT_S) == 0, again.said()
-    assert "measure" not in again.said()  # what was measured is kept
-    assert {one["step"] for one in told(tmp_path)} == set(range(12))
+    assert "measure" not in again.said()  # measurements are kept
+    assert {report["step"] for report in told(tmp_path)} == set(range(12))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +239,8 @@ def test_what_cannot_work_ends_the_job_with_the_reason(
 def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the folder of its checkpoints"):
         main([str(SCRIPT)])
-    for words, text in ((["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),):
+    for arguments, text in (
+        (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py takes none"),
+    ):
         with pytest.raises(ConfigError, match=text):
-            main([*words, "--checkpoint", str(tmp_path), str(SCRIPT)])
+            main([*arguments, "--checkpoint", str(tmp_path), str(SCRIPT)])

@@ -34,17 +34,17 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 def pods(tmp_path: Path) -> Iterator[list[Node]]:
     if reason := why_not():
         pytest.skip(reason)
-    found = Nodes(tmp_path, (1, 1, 1), 1 << 20)
-    yield found.all
-    found.close()
+    all_pods = Nodes(tmp_path, (1, 1, 1), 1 << 20)
+    yield all_pods.all
+    all_pods.close()
 
 
-def start(pod: Node, script: str, *words: str | Path, secret: str | None = SECRET) -> None:
+def start(pod: Node, script: str, *arguments: str | Path, secret: str | None = SECRET) -> None:
     """Starts a pod; without a secret it has to find the run's own."""
     variables = {**forking(), "PYTHON": sys.executable}
     if secret is not None:
         variables["MEGATRON_ADAPTIVE_SECRET"] = secret
-    pod.boot(["bash", str(ROOT / script), *map(str, words)], variables)
+    pod.boot(["bash", str(ROOT / script), *map(str, arguments)], variables)
 
 
 def until(condition: Callable[[], object], *pods: Node) -> None:
@@ -79,9 +79,9 @@ def test_nodes_with_different_counts_train_whoever_comes_first(
     assert sorted(path.suffix for path in job.iterdir()) == sorted(
         [".json", ".jsonl", *(".out", ".err", ".gpu") * 2]
     )
-    told = json.loads((job / "run.json").read_text())
-    assert told["processes"] == [1, 2]
-    assert told["conf"]["PARTITION"] == "1-2-1"
+    summary = json.loads((job / "run.json").read_text())
+    assert summary["processes"] == [1, 2]
+    assert summary["conf"]["PARTITION"] == "1-2-1"
 
 
 @pytest.mark.long
@@ -97,9 +97,9 @@ def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
     until(lambda: any("iteration" in path.read_text() for path in logs.glob("*/*.out")), *pods)
     assert not (logs / "master.json").exists()
     (node,) = [
-        one
-        for one in master.processes()
-        if one.cmdline()[2:6] == ["megatron.adaptive", "job", "node", "master"]
+        process
+        for process in master.processes()
+        if process.cmdline()[2:6] == ["megatron.adaptive", "job", "node", "master"]
     ]
     node.send_signal(signal.SIGTERM)
     outcomes = [finish(pod) for pod in pods]
@@ -129,8 +129,8 @@ def test_two_runs_that_wait_in_one_folder(pods: list[Node], tmp_path: Path) -> N
     start(pods[1], "run_master.sh", conf)
     status, said = finish(pods[1])
     assert status == 2
-    told = f"another run waits there for its workers at {pods[0].address}:29500"
-    assert told in said.splitlines()[-1]
+    reason = f"another run waits there for its workers at {pods[0].address}:29500"
+    assert reason in said.splitlines()[-1]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["master.json"]
 
 

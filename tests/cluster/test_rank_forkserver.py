@@ -31,23 +31,23 @@ sys.exit(3)
 @pytest.fixture
 def orders() -> Iterator[socket.socket]:
     """Returns the connection to a forkserver."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(60)
+    test_end, server_end = socket.socketpair()
+    with test_end, server_end:
+        test_end.settimeout(60)
         server = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "megatron.adaptive.cluster.rank_forkserver",
-                str(theirs.fileno()),
+                str(server_end.fileno()),
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_end.fileno()],
             env=environment(),
             cwd=ROOT,
         )
-        theirs.close()
+        server_end.close()
         try:
-            yield ours
+            yield test_end
         finally:
             server.kill()
             server.wait(20)
@@ -62,7 +62,7 @@ def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_pa
         start = json.dumps({"start": {**rank, "folder": str(tmp_path)}})
         # Both lines arrive at once, so that the signal follows the fork as soon as it can.
         orders.sendall(f"{start}\n{json.dumps({'signal': int(signal.SIGUSR1)})}\n".encode())
-        ended = next(found for line in answers if "ended" in (found := json.loads(line)))
+        ended = next(answer for line in answers if "ended" in (answer := json.loads(line)))
         assert ended == {"ended": str(key), "status": 0}
 
 

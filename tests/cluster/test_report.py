@@ -65,9 +65,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job of one pod with two processes."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
-    words = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
+    command = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
     done = subprocess.run(
-        [*words, "--master-port", str(free_port())],
+        [*command, "--master-port", str(free_port())],
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -75,8 +75,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (found,) = (folder / "logs").iterdir()
-    return found
+    (log_folder,) = (folder / "logs").iterdir()
+    return log_folder
 
 
 @pytest.fixture
@@ -90,12 +90,12 @@ def large(tmp_path: Path) -> Path:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now_s - age_s))
 
     def step(iteration: int, age_s: float) -> dict[str, Any]:
-        at = {"iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9), "loss": 5.0}
-        return {**at, "step_ms": 50.0, "tokens_per_s": 5000.0, "global_batch_size": 64}
+        progress = {"iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9), "loss": 5.0}
+        return {**progress, "step_ms": 50.0, "tokens_per_s": 5000.0, "global_batch_size": 64}
 
     def start(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
-        at = {"start_iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9)}
-        return {**at, "total_iterations": 20000, "world_size": 20, **more}
+        begun = {"start_iteration": iteration, "unix_ns": int((now_s - age_s) * 1e9)}
+        return {**begun, "total_iterations": 20000, "world_size": 20, **more}
 
     lines = [start(0, 950), *(step(number + 1, 900) for number in range(6000))]
     lines += [start(5000, 350), *(step(number + 5001, 300) for number in range(2000))]
@@ -132,11 +132,11 @@ def page_of(report: dict[str, Any], folder: Path) -> Page:
 @pytest.mark.multiprocess
 def test_a_real_run(job: Path, tmp_path: Path) -> None:
     report = gather(job.name, job.parent)
-    settings = {one["name"]: one for one in report["settings"]}
+    settings = {setting["name"]: setting for setting in report["settings"]}
     sizes = {name: settings[name]["effective"] for name in ("WORLD_SIZE", "PIPELINE_MP_SIZE")}
     assert sizes == {"WORLD_SIZE": "2", "PIPELINE_MP_SIZE": "2"}
     assert settings["GLOBAL_BATCH_SIZE"]["effective"] == "4"
-    assert not any(one["differs"] for one in report["settings"])
+    assert not any(setting["differs"] for setting in report["settings"])
     assert report["curves"]["iteration"] == [1, 2, 3, 4, 5]
     assert all(4 < loss < 7 for loss in report["curves"]["loss"])
     assert all(value > 0 for value in report["curves"]["tokens_per_s"])
@@ -152,10 +152,10 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
         assert 0.2 < sum(row) / sum(report["curves"]["ms"]) < 1.5
     drawn = page_of(report, tmp_path)
     assert drawn.head["nodes"] == {name: [0, 1]}
-    kinds = [one["kind"] for one in drawn.head["categories"]]
+    kinds = [category["kind"] for category in drawn.head["categories"]]
     assert drawn.head["iterations"] == [1, 2, 3, 4, 5]
-    for place in range(5):
-        block = drawn.block(0, place)
+    for index in range(5):
+        block = drawn.block(0, index)
         for row in (0, 1):
             bars = slice(*block["offset"][row : row + 2])
             done = [kinds[number] for number in block["category"][bars]]
@@ -167,16 +167,16 @@ def test_a_large_run_that_went_on(large: Path, tmp_path: Path) -> None:
     assert report["starts"] == [5001]
     assert 1000 < len(report["curves"]["iteration"]) <= MAX_POINTS
     assert report["curves"]["tokens_per_s"][0] == 5000.0
-    (differing,) = (one for one in report["settings"] if one["differs"])
+    (differing,) = (setting for setting in report["settings"] if setting["differs"])
     named = (differing["name"], differing["requested"], differing["effective"])
     assert named == ("GLOBAL_BATCH_SIZE", "32", "64")
     rows = page_of(report, tmp_path).head["nodes"]
-    spans = {name: (own[0], len(own)) for name, own in rows.items()}
+    spans = {name: (spans_of_row[0], len(spans_of_row)) for name, spans_of_row in rows.items()}
     assert spans == {"n1": (0, 8), "n2": (8, 8), "n3": (16, 4)}
     first, second = report["messages"][:2]
     assert (first["node"], first["kind"], first["count"]) == ("n1", "error", 8)
     assert (second["text"], second["count"]) == ("error: no luck", 8)
-    assert {one["kind"] for one in report["messages"]} == {"error", "warning"}
+    assert {message["kind"] for message in report["messages"]} == {"error", "warning"}
     assert report["use"]["n1"]["gpus"][0]["percent"] == [None, 90, 90]
     assert any("curves show" in note for note in report["notes"])
 

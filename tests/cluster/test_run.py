@@ -32,7 +32,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "reason"),
     [
         ([], "name the script to train with"),
         (["none.py"], "none.py: no such file"),
@@ -53,12 +53,12 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        main(words)
-    assert told in str(caught.value)
+        main(arguments)
+    assert reason in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,9 +72,9 @@ def test_no_machine_that_answers_is_waited_for_until_the_deadline(
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
     machines = tmp_path / "machines.txt"
     machines.write_text("far-away slots=2\n")
-    words = ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), "--wait", "0.5"]
+    arguments = ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), "--wait", "0.5"]
     with pytest.raises(SetupError, match=r"fits 0 processes, and no machine came within 0.5 s"):
-        main([*words, TRAINER, *SAVING])
+        main([*arguments, TRAINER, *SAVING])
     said = capfd.readouterr()
     assert "machine far-away is left out: ssh: no route to host" in said.err
     main(["--status", str(tmp_path / "c")])
@@ -94,7 +94,7 @@ def test_the_state_tells_parts_of_a_morph(
         nodes=("a", "b"),
         reason="c was lost",
         before=before,
-        marks_ns={name: at * second for name, at in marks.items()},
+        marks_ns={name: moment * second for name, moment in marks.items()},
     )
     now = IncarnationProgress(
         total=9, iteration=9, begun_ns=17 * second, loaded_s=1, first_ns=18 * second
@@ -111,7 +111,7 @@ def test_the_state_tells_parts_of_a_morph(
         "whole": 7.0,
     }
     (tmp_path / "elastic").mkdir()
-    told = {
+    report = {
         "status": "training",
         "manager": {"host": "h", "pid": 1},
         "iteration": 9,
@@ -121,19 +121,19 @@ def test_the_state_tells_parts_of_a_morph(
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
         "epochs": [incarnation.to_dict()],
     }
-    StateFile(tmp_path / "elastic").write(told)
+    StateFile(tmp_path / "elastic").write(report)
     assert main(["--status", str(tmp_path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert {**read, **told} == read
+    assert {**read, **report} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
-    # Another manager goes on from the checkpoint of 8.
+    # Another manager continues from the checkpoint of 8.
     file = StateFile(tmp_path / "elastic")
     assert file.take_over(tmp_path) == 1
     file.write(
-        {**told, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
+        {**report, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
     )
     read = read_state(tmp_path)
-    assert (read["lost_steps"], [one["epoch"] for one in read["earlier"]]) == (
+    assert (read["lost_steps"], [incarnation["epoch"] for incarnation in read["earlier"]]) == (
         1,
         [incarnation.number],
     )
@@ -174,7 +174,7 @@ def test_a_job_without_state_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    words = [
+    command = [
         sys.executable,
         "-m",
         "megatron.adaptive",
@@ -183,12 +183,12 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         "--checkpoint",
         str(checkpoints),
     ]
-    words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
+    command += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
     trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
     job = JobFolder(checkpoints)
     trainer += ["--keep-checkpoints", "2", "--async-save"]
     nodes = {
-        name: start([*words, "--name", name, *trainer], tmp_path / f"{name}.txt", forking())
+        name: start([*command, "--name", name, *trainer], tmp_path / f"{name}.txt", forking())
         for name in "ab"
     }
     try:
@@ -198,7 +198,11 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert sorted(first["nodes"]) == ["a", "b"]
         manager = next(name for name, node in nodes.items() if node.pid == state["manager"]["pid"])
         (left,) = set(nodes) - {manager}
-        family = [one for node in nodes.values() for one in psutil.Process(node.pid).children(True)]
+        family = [
+            process
+            for node in nodes.values()
+            for process in psutil.Process(node.pid).children(True)
+        ]
         nodes[manager].kill()
 
         def goes_on() -> bool:
@@ -227,7 +231,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert list(checkpoints.glob(".iter_*")) == []
         said = (tmp_path / f"{left}.txt").read_text()
         assert "Traceback" not in said
-        assert "frame #" not in said  # of C++, by a store that went with its rank
+        assert "frame #" not in said  # C++ prints it for a store that ended with its rank
     finally:
         for node in nodes.values():
             if node.poll() is None:

@@ -25,13 +25,23 @@ def profile(memory: float = 1e6) -> dict[str, Any]:
     held = {"parameters": memory / 16}
     sizes = {"output_elements": 100, "activation_bytes": 100, "workspace_bytes": 0, **held}
     rows = [
-        {"kind": f"cut-{at}", "gpu": "cpu", "tp": 1, "micro_batch": size, "forward_s": one * size}
-        | {"backward_input_s": 2 * one * size, "backward_weight_s": 0.0, "kept_bytes": 100 * size}
+        {
+            "kind": f"cut-{stage}",
+            "gpu": "cpu",
+            "tp": 1,
+            "micro_batch": size,
+            "forward_s": seconds * size,
+        }
+        | {
+            "backward_input_s": 2 * seconds * size,
+            "backward_weight_s": 0.0,
+            "kept_bytes": 100 * size,
+        }
         | held
-        for at, one in enumerate(SECONDS)
+        for stage, seconds in enumerate(SECONDS)
         for size in (1, 2)
     ]
-    layers = [{"kind": f"cut-{at}", **sizes} for at in range(len(SECONDS))]
+    layers = [{"kind": f"cut-{stage}", **sizes} for stage in range(len(SECONDS))]
     return {
         "format": 1,
         "model": {"name": "net", "precision": "fp32", "layers": layers},
@@ -48,7 +58,7 @@ def module(**changes: Any) -> MeasuredModule:
     host = MeasuredHost(
         host="h0", type="cpu", gpu="cpu", processes=2, memory_bytes=1e9, shares_memory=True
     )
-    known = MeasuredModule(
+    measured = MeasuredModule(
         signature="s",
         name="net",
         whole=profile(),
@@ -60,13 +70,13 @@ def module(**changes: Any) -> MeasuredModule:
         schedule="1f1b",
         chunks=1,
     )
-    return replace(known, **changes)
+    return replace(measured, **changes)
 
 
 def nodes(*slots: int) -> list[Offer]:
     return [
-        Offer(name=f"n{at}", slots=count, hosts=("localhost", f"h{at}"))
-        for at, count in enumerate(slots)
+        Offer(name=f"n{number}", slots=count, hosts=("localhost", f"h{number}"))
+        for number, count in enumerate(slots)
     ]
 
 
@@ -83,11 +93,11 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     written.write(path)
     assert MeasuredModule.read(path) == written
     former = json.loads(path.read_text())
-    former["hosts"][0]["cores"] = 2  # as written before
+    former["hosts"][0]["cores"] = 2  # files of an earlier release
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
-    assert MeasuredModule.read(path) is None  # measured anew
+    assert MeasuredModule.read(path) is None  # measured again
     path.write_text("{")
     with pytest.raises(ConfigError, match="remove it, and the model is measured again"):
         MeasuredModule.read(path)
@@ -109,16 +119,16 @@ def test_the_heavy_piece_gets_a_stage_of_its_own(tmp_path: Path) -> None:
     assert planned(tmp_path, 1, 1, 1, pipeline_size=3).partition == (3, 1, 2)
     even = planned(tmp_path, 1, 1, 1, pipeline_size=3, weights=(1.0,) * 6)
     assert even.partition == (2, 2, 2)
-    given = {"pipeline_size": 3, "partition": (1, 1, 4)}
-    assert planned(tmp_path, 1, 1, 1, **given).partition == (1, 1, 4)
-    assert len(planned(tmp_path, 1, 1, **given).partition) == 2
+    settings = {"pipeline_size": 3, "partition": (1, 1, 4)}
+    assert planned(tmp_path, 1, 1, 1, **settings).partition == (1, 1, 4)
+    assert len(planned(tmp_path, 1, 1, **settings).partition) == 2
 
 
 def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     module(pipeline_size=2, weights=None).write(path)
-    assert module().costs(1) == pytest.approx([3 * one for one in SECONDS])
-    assert module().costs(9) == pytest.approx([6 * one for one in SECONDS])
+    assert module().costs(1) == pytest.approx([3 * seconds for seconds in SECONDS])
+    assert module().costs(9) == pytest.approx([6 * seconds for seconds in SECONDS])
     offers = nodes(1, 1)
     even = plan_script(path, offers)
     assert even.pace == {"n0": 1.0, "n1": 1.0}
@@ -130,7 +140,7 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert slow.step_s is not None
     assert slow.step_s > even.step_s
     # Nodes of one machine: the slow one comes last, and none has more memory for being apart.
-    here = [replace(one, hosts=("localhost", "h0")) for one in offers]
+    here = [replace(offer, hosts=("localhost", "h0")) for offer in offers]
     same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))
     tight = module(pipeline_size=2, whole=profile(5e8))
@@ -142,7 +152,12 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
 
 def test_a_pipeline_size_is_a_wish(tmp_path: Path) -> None:
     layouts = [planned(tmp_path, *[1] * count, pipeline_size=2) for count in (4, 3, 2, 1)]
-    assert [(one.pipeline, one.data) for one in layouts] == [(2, 2), (3, 1), (2, 1), (1, 1)]
+    assert [(layout.pipeline, layout.data) for layout in layouts] == [
+        (2, 2),
+        (3, 1),
+        (2, 1),
+        (1, 1),
+    ]
 
 
 def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
@@ -153,8 +168,8 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
     module(is_random=True).write(path)
     script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
     layout = plan_script(path, nodes(2))
-    words, variables = script.command(layout, 2, 0, tmp_path / "progress")
-    assert words == ["--lr", "1"]
+    command, variables = script.command(layout, 2, 0, tmp_path / "progress")
+    assert command == ["--lr", "1"]
     order = JobOrder.from_text(variables[JOB_VARIABLE])
     assert (order.signature, order.pipeline_size) == ("s", layout.pipeline)
     assert order.partition == layout.partition
@@ -193,12 +208,12 @@ def test_what_a_script_did_not_do_is_said(tmp_path: Path) -> None:
 
 
 def test_the_trainer_is_told_from_a_script_by_its_text(tmp_path: Path) -> None:
-    mine, wrapped = tmp_path / "train.py", tmp_path / "wrapped.py"
-    mine.write_text("from megatron.adaptive import Pipeline\n")
+    own_script, wrapped = tmp_path / "train.py", tmp_path / "wrapped.py"
+    own_script.write_text("from megatron.adaptive import Pipeline\n")
     wrapped.write_text("from megatron.adaptive.cli.pretrain_gpt import run\n")
     assert is_trainer(Path("pretrain_gpt.py"))
     assert is_trainer(wrapped)
-    assert not is_trainer(mine)
+    assert not is_trainer(own_script)
 
 
 def test_an_order_of_somebody_else_is_refused() -> None:

@@ -14,8 +14,8 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, buddies
 def held(
     node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1
 ) -> dict[str, Any]:
-    found = {"node": node, "file": node, "run": "run", "rank": rank, "generation": generation}
-    return {**found, "kind": kind, "steps": steps, "has_common": True}
+    snapshot = {"node": node, "file": node, "run": "run", "rank": rank, "generation": generation}
+    return {**snapshot, "kind": kind, "steps": steps, "has_common": True}
 
 
 def need(*ranks: int, is_sent: bool = False) -> dict[str, Any]:
@@ -25,27 +25,29 @@ def need(*ranks: int, is_sent: bool = False) -> dict[str, Any]:
 def newest_of(
     held: Sequence[Mapping[str, Any]], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 ) -> SnapshotSource:
-    stores = [{**one, "needs": needs[one["run"], one["generation"]]} for one in held]
+    stores = [
+        {**snapshot, "needs": needs[snapshot["run"], snapshot["generation"]]} for snapshot in held
+    ]
     return newest([(store["node"], [store]) for store in stores])
 
 
 def test_the_newest_step_that_is_whole_is_taken() -> None:
     needs = {("run", 1): [need(0, is_sent=True), need(1, is_sent=True), need(0, 1)]}
-    own, other = held("a", 0, 6, 7), held("b", 1, 6, 7)
-    found = newest_of([own, other], needs)
-    assert (found.step, found.seen, found.why) == (7, 7, "")
-    assert found.parts == ({**own, "needs": [0, 2]}, {**other, "needs": [1]})
+    first, other = held("a", 0, 6, 7), held("b", 1, 6, 7)
+    chosen = newest_of([first, other], needs)
+    assert (chosen.step, chosen.seen, chosen.why) == (7, 7, "")
+    assert chosen.parts == ({**first, "needs": [0, 2]}, {**other, "needs": [1]})
     # The node of rank 1 is lost: its buddy has the step before.
     sent = held("a", 1, 5, 6, kind="sent")
-    found = newest_of([own, sent], needs)
-    assert (found.step, found.seen) == (6, 7)
-    assert found.parts == ({**own, "needs": [0, 2]}, {**sent, "needs": [1]})
-    # What was not sent is not in what was.
-    found = newest_of([sent], {("run", 1): [need(1)]})
-    assert found.step == 0
-    found = newest_of([own], needs)
-    assert (found.step, found.seen) == (0, 7)
-    assert found.why == "no copy is left of the state of rank 1"
+    chosen = newest_of([first, sent], needs)
+    assert (chosen.step, chosen.seen) == (6, 7)
+    assert chosen.parts == ({**first, "needs": [0, 2]}, {**sent, "needs": [1]})
+    # The snapshot that was sent lacks the rest.
+    chosen = newest_of([sent], {("run", 1): [need(1)]})
+    assert chosen.step == 0
+    chosen = newest_of([first], needs)
+    assert (chosen.step, chosen.seen) == (0, 7)
+    assert chosen.why == "no copy is left of the state of rank 1"
     assert newest([]).why == "no remaining node has copies"
 
 

@@ -24,8 +24,8 @@ SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_paral
 def write(folder: Path, *lines: dict[str, Any], age_s: float = 0.0) -> None:
     """Appends lines as the rank that writes does."""
     with (folder / "progress.jsonl").open("a") as file:
-        for one in lines:
-            file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **one}) + "\n")
+        for line in lines:
+            file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **line}) + "\n")
 
 
 def start(age_s: float, **more: object) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def start(age_s: float, **more: object) -> dict[str, Any]:
 
 def step(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
     done_ns = int((time.time() - age_s) * 1e9)
-    what = {"iteration": iteration, "step_ms": 50.0, "tokens_per_s": 1000.0, "loss": 5.0}
-    return {**what, **more, "unix_ns": done_ns}
+    progress = {"iteration": iteration, "step_ms": 50.0, "tokens_per_s": 1000.0, "loss": 5.0}
+    return {**progress, **more, "unix_ns": done_ns}
 
 
 @pytest.fixture
@@ -188,9 +188,9 @@ def test_following_ends_with_the_job(
         assert command.main([folder.name, "--log-dir", str(folder.parent), *FOLLOW]) == 0
     finally:
         timer.join()
-    lines = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert len(lines) > 1
-    assert [one["is_over"] for one in lines] == [False] * (len(lines) - 1) + [True]
+    assert [state["is_over"] for state in lines] == [False] * (len(lines) - 1) + [True]
     assert (lines[0]["iteration"], lines[-1]["iteration"]) == (2, 3)
 
 

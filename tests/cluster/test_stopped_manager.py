@@ -31,8 +31,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[ElasticJob] = []
 
     def begin(iterations: int) -> ElasticJob:
-        words = ["--train-iters", str(iterations), "--save-interval", "5"]
-        started.append(ElasticJob(tmp_path, "ab", words))
+        flags = ["--train-iters", str(iterations), "--save-interval", "5"]
+        started.append(ElasticJob(tmp_path, "ab", flags))
         return started[0]
 
     yield begin
@@ -54,15 +54,15 @@ def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
         for number in range(JOBS):
             folder = tmp_path / str(number)
             folder.mkdir()
-            words = ["--train-iters", "2000", "--save-interval", "5"]
+            flags = ["--train-iters", "2000", "--save-interval", "5"]
             variables = {"LAYER_MS": "100"}  # jobs that run side by side sleep most of the time
-            jobs.append(ElasticJob(folder, "ab", words, script=TIMED_LAYERS, variables=variables))
+            jobs.append(ElasticJob(folder, "ab", flags, script=TIMED_LAYERS, variables=variables))
             stop_s = time.monotonic() - begun_s + draw.uniform(0.0, LATEST_S)
             moments += [(stop_s, number, signal.SIGSTOP)]
             moments += [(stop_s + STOPPED_S, number, signal.SIGCONT)]
-        for moment_s, number, what in sorted(moments):
+        for moment_s, number, number_of_signal in sorted(moments):
             time.sleep(max(0.0, begun_s + moment_s - time.monotonic()))
-            jobs[number].manager.send_signal(what)
+            jobs[number].manager.send_signal(number_of_signal)
         for job in jobs:
             count = len(job.steps(1))
             job.until(partial(_has_more, job, count), "steps after the stop")
@@ -83,7 +83,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     agents = [job.agent(name) for name in "ab"]
     job.manager.send_signal(signal.SIGSTOP)
     job.until(lambda: any("ended" in line for line in job.lines()), "the end of training")
-    # As if they had waited for the manager for too long.
+    # Agents that have waited too long for the manager end like this.
     for agent in agents:
         os.kill(agent, signal.SIGKILL)
     job.manager.send_signal(signal.SIGCONT)

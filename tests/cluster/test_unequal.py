@@ -29,13 +29,19 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
     """Waits until a job has trained a few steps in the shape chosen for this reason."""
 
-    def found() -> list[dict[str, Any]]:
+    def incarnations_for() -> list[dict[str, Any]]:
         incarnations = job.state().get("epochs", [])
-        return [one for one in incarnations if one["reason"].startswith(reason)]
+        return [
+            incarnation for incarnation in incarnations if incarnation["reason"].startswith(reason)
+        ]
 
-    job.until(lambda: found() and len(job.steps(found()[0]["epoch"])) >= 3, f"epoch for {reason}")
-    (one,) = found()
-    return one
+    def has_trained() -> bool:
+        chosen = incarnations_for()
+        return bool(chosen) and len(job.steps(chosen[0]["epoch"])) >= 3
+
+    job.until(has_trained, f"epoch for {reason}")
+    (incarnation,) = incarnations_for()
+    return incarnation
 
 
 def layers_of(incarnation: dict[str, Any], name: str) -> int:
@@ -59,7 +65,9 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         ["--global-batch-size", "8", "--save-interval", "8", *ENDLESS],
         [word for path in files for word in ("--plan-with", str(path))],
         script=SPEEDS,
-        variables={"LAYER_MS": json.dumps({name: 1e3 * one for name, one in takes.items()})},
+        variables={
+            "LAYER_MS": json.dumps({name: 1e3 * seconds for name, seconds in takes.items()})
+        },
     )
     try:
         moved = epoch_for(job, "a is slow, rank ")
@@ -67,8 +75,10 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         epoch_for(job, "d was taken from the machines file")
         job.stop()
         incarnations = job.state()["epochs"]
-        assert {one["chosen_by"] for one in incarnations} == {"planner"}
-        assert [one["lost_steps"] for one in incarnations] == [0] * len(incarnations)
+        assert {incarnation["chosen_by"] for incarnation in incarnations} == {"planner"}
+        assert [incarnation["lost_steps"] for incarnation in incarnations] == [0] * len(
+            incarnations
+        )
         first = incarnations[0]
         assert sorted(first["nodes"]) == ["a", "b", "c", "d"]
         assert layers_of(first, "a") == layers_of(first, "b") > layers_of(first, "c")
@@ -77,8 +87,8 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         assert layers_of(moved, "a") < layers_of(before, "a")
         assert moved["predicted_step_s"] > before["predicted_step_s"]
         assert "d" not in incarnations[-1]["nodes"]
-        told = {node["name"]: node["slowness"] for node in job.state()["machines"]}
-        assert told["a"] > 1.5
+        slowness = {node["name"]: node["slowness"] for node in job.state()["machines"]}
+        assert slowness["a"] > 1.5
         done = [line["iteration"] for line in job.lines() if "iteration" in line]
         assert done == list(range(1, max(done) + 1))
         job.check_losses(tmp_path / "alone", 8, "--global-batch-size", "8")
@@ -89,9 +99,9 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
 def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     """Two nodes, then three, then a node is lost: the losses are those of one process."""
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": FAST_S})]
-    own = [word for path in files for word in ("--plan-with", str(path))]
-    own += ["--unequal", "--replicate-every", "1"]
-    job = ElasticJob(tmp_path, "ab", WIDE, own)
+    options = [word for path in files for word in ("--plan-with", str(path))]
+    options += ["--unequal", "--replicate-every", "1"]
+    job = ElasticJob(tmp_path, "ab", WIDE, options)
 
     try:
         job.trained(1)
@@ -106,7 +116,7 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
         assert "-" not in incarnations[2]["shape"].partition(",")[0]
         # Every stage has a copy of its state on another node.
         assert incarnations[2]["source"] == "copies in memory", job.said()
-        assert [one["lost_steps"] <= 1 for one in incarnations] == [True] * 3
+        assert [incarnation["lost_steps"] <= 1 for incarnation in incarnations] == [True] * 3
         begin = incarnations[1]["resumed_iteration"]
         job.check_losses(tmp_path / "alone", begin, "--global-batch-size", "16")
     finally:

@@ -65,16 +65,16 @@ def held(is_cuda: bool) -> dict[str, int]:
     """Returns the bytes that this process holds; those of the whole GPU, which ranks may share."""
     give_back(is_cuda)
     maps_text = Path("/proc/self/smaps").read_text(encoding="utf-8")
-    found = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
+    sizes = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
     maps = re.findall(
         r"^\S+ \S+ \S+ \S+ \S+ +(/dev/shm/\S+|/memfd:\S+).*\nSize: +(\d+)", maps_text, re.M
     )
-    found["shared_bytes"] = sum(1024 * int(size) for _, size in maps)
+    sizes["shared_bytes"] = sum(1024 * int(size) for _, size in maps)
     if is_cuda:
         free, total = torch.cuda.mem_get_info()
-        found["allocated_bytes"] = torch.cuda.memory_allocated()
-        found["device_bytes"] = total - free
-    return found
+        sizes["allocated_bytes"] = torch.cuda.memory_allocated()
+        sizes["device_bytes"] = total - free
+    return sizes
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
         ranks = [json.loads(store.get(f"seen {n}")) for n in range(environment.world_size)]
         total = [
             [
-                {name: sum(one[name] for one in same) for name in same[0]}
+                {name: sum(report[name] for report in same) for name in same[0]}
                 for same in zip(*pairs, strict=True)
             ]
             for pairs in zip(*ranks, strict=True)

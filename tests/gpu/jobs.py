@@ -21,7 +21,7 @@ from .device import HAS_GPU
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
-    # On the device each stage would draw its weights from a generator of its own.
+    # Each stage would draw its weights from a generator of its own on the device.
     " --use-cpu-initialization"
 )
 TRAINER = (
@@ -55,9 +55,9 @@ class GpuJob:
 
     def case(self, name: str) -> dict[str, Any]:
         """Returns the job as ``worker.py`` takes it."""
-        words = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
-        known = {"name": name, "flags": words, "steps": STEPS, "evaluate_after": STEPS}
-        return {**known, "after": None, "moves": self.moves or {}}
+        flags = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
+        case = {"name": name, "flags": flags, "steps": STEPS, "evaluate_after": STEPS}
+        return {**case, "after": None, "moves": self.moves or {}}
 
 
 class GpuJobs:
@@ -79,9 +79,9 @@ class GpuJobs:
     def losses(self, name: str) -> list[float]:
         """Returns the losses of a job, which all jobs of its size train for."""
         seen = self._runs(self._table[name].ranks, name)
-        found: list[list[float]] = [losses for losses in seen["losses"] if losses]
-        assert all(losses == found[0] for losses in found), found
-        return found[0]
+        losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
+        assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
+        return losses_of_rank[0]
 
     def check(self, name: str) -> None:
         """Compares a job with the one that it must be like.
@@ -97,8 +97,8 @@ class GpuJobs:
         seen, other = self._runs(job.ranks, name), self._runs(self._table[job.like].ranks, job.like)
         assert seen["grad_norms"][0] == pytest.approx(other["grad_norms"][0], rel=10 * job.rel)
         assert seen["params_norm"][0] == pytest.approx(other["params_norm"][0], rel=job.rel)
-        evaluated, wanted = (max(found["evaluated"], key=len) for found in (seen, other))
-        assert evaluated == pytest.approx(wanted, rel=job.rel)
+        evaluated = max(seen["evaluated"], key=len)
+        assert evaluated == pytest.approx(max(other["evaluated"], key=len), rel=job.rel)
         assert losses[-1] < losses[0]
 
 
@@ -114,5 +114,5 @@ def trainer_flags(more: str) -> list[str]:
 
 def losses_in(log: Path) -> dict[int, float]:
     """Returns the losses of the trainer's log by iteration."""
-    found = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
-    return {int(iteration): float(loss) for iteration, loss in found}
+    pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
+    return {int(iteration): float(loss) for iteration, loss in pairs}

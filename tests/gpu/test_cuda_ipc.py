@@ -75,13 +75,13 @@ def check_contents(rank: int, transport: NativeTransport, device: torch.device) 
             check(held.pop(rng.randrange(3)))
     for number in range(196, 200):
         held.append((number, take(transport)))
-    for one in held:
-        check(one)
+    for numbered in held:
+        check(numbered)
     transport.flush(LIMIT_S)
 
 
-def check(one: tuple[int, Arrival]) -> None:
-    number, arrival = one
+def check(numbered: tuple[int, Arrival]) -> None:
+    number, arrival = numbered
     assert arrival.label == label(number)
     received = arrival.take()
     torch.cuda._sleep(100_000)

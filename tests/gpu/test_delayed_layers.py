@@ -40,17 +40,17 @@ def test_gradients_are_those_of_the_whole_backward(
         store.active = splits
         inputs = []
         for number in range(MICROBATCHES):
-            given = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
-            inputs.append(given.requires_grad_())
+            activation = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+            inputs.append(activation.requires_grad_())
             with store.collect(number), te.fp8_autocast(enabled=fp8):
-                layer(given).float().square().sum().backward()
+                layer(activation).float().square().sum().backward()
         late = layer.weight.main_grad.any() if fuses else layer.weight.grad is not None
         assert bool(late) != splits
         for number in range(MICROBATCHES):
             store.run(number, 0, 1)
-        found = {name: weight.grad for name, weight in layer.named_parameters()}
+        gradients = {name: weight.grad for name, weight in layer.named_parameters()}
         if fuses:
-            found["weight"] = layer.weight.main_grad
-        results.append({**found, **{str(n): given.grad for n, given in enumerate(inputs)}})
+            gradients["weight"] = layer.weight.main_grad
+        results.append({**gradients, **{str(n): leaf.grad for n, leaf in enumerate(inputs)}})
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-6, atol=0.0, msg=name)

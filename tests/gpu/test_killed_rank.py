@@ -21,8 +21,11 @@ LIMIT_S = 100.0
 def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
     """A process that reads data for the killed rank keeps none of its connections open."""
     log = tmp_path / "output.txt"
-    words = [str(ROOT / "pretrain_gpt.py"), *trainer_flags("--train-iters 100000 --num-workers 1")]
-    ranks = Ranks(words, world_size=2, log=log, limit_s=LIMIT_S)
+    command = [
+        str(ROOT / "pretrain_gpt.py"),
+        *trainer_flags("--train-iters 100000 --num-workers 1"),
+    ]
+    ranks = Ranks(command, world_size=2, log=log, limit_s=LIMIT_S)
     try:
         wait_until(lambda: len(losses_in(log)) >= 3, lambda: tail(log), LIMIT_S)
         first, second = ranks.processes()

@@ -13,7 +13,7 @@ from .device import HAS_GPU, gpu_or_rehearsal, needs_extension, needs_gpu
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
-# What is allocated is counted exactly; the GPU's driver hands out memory in large blocks.
+# Allocations are counted exactly; the GPU's driver hands out memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
     f"{SMALL_GPT} --num-layers 4 --train-iters 100 --pipeline-model-parallel-size 2 --mock-data"
@@ -27,8 +27,8 @@ FLAGS = (
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
     result = tmp_path / "held.json"
-    words = [str(result), *FLAGS.split(), "--transport", transport]
-    torchrun(CLOSING, words, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
+    arguments = [str(result), *FLAGS.split(), "--transport", transport]
+    torchrun(CLOSING, arguments, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
     first, second, *_, last = json.loads(result.read_text())
     (_, kept), (working, left) = second, last
     # The first time also loads what stays: kernels, workspaces, communicators.

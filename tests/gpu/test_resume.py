@@ -1,7 +1,7 @@
-"""The whole trainer in two ranks, on a GPU where there is one: what runs beside the steps.
+"""The whole trainer in two ranks, on a GPU if there is one, with all that runs beside the steps.
 
-Checkpoints are written while training goes on, the run is traced, processes read the data ahead,
-and tensors go through shared memory, all at once; then the run goes on from a checkpoint.
+Checkpoints are written behind training, the run is traced, processes read the data ahead,
+and tensors go through shared memory, all at once; then the run continues from a checkpoint.
 """
 
 from __future__ import annotations

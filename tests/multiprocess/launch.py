@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import os
 import random
 import select
 import shutil
@@ -34,6 +35,7 @@ WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
+SOCKET = "TESTS_NODE_FORKSERVERS"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 120.0
 GRACE_S = 2.0
@@ -53,6 +55,9 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         module = "megatron.adaptive.cluster.rank_forkserver"
+        if python_path == str(ROOT) and SOCKET in os.environ:
+            # Tests that another test runs: its server forks this one, with all imports.
+            python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(server_end.fileno())],
@@ -114,7 +119,7 @@ class Forkserver:
             while not path.exists():
                 assert time.monotonic() < end_s, tail(self._log)
                 time.sleep(0.01)
-        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", "TESTS_NODE_FORKSERVERS": str(path)}
+        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", SOCKET: str(path)}
         return psutil.Process(self._pids[self._nodes]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:

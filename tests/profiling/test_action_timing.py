@@ -39,9 +39,9 @@ class Stages:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_microbatches_run_one_by_one_and_the_first_do_not_count(split: bool) -> None:
-    stages, one = Stages(), torch.ones(1)
+    stages, tensor = Stages(), torch.ones(1)
     rows, output = time_microbatches(
-        stages, received=lambda: one, gradient=lambda: one, device=CPU, repeats=2, split=split
+        stages, received=lambda: tensor, gradient=lambda: tensor, device=CPU, repeats=2, split=split
     )
     assert [len(row) for row in rows] == [2, 2, 2]
     assert all(value > 0 for row in rows[:2] for value in row)
@@ -73,6 +73,6 @@ def test_spread_is_that_of_the_logarithm_and_knows_no_outlier() -> None:
     steady = [1.0] * 8
     assert spread([steady]) == 0
     draws = [math.exp(0.2 * z) for z in (-1.5, -0.9, -0.5, -0.16, 0.16, 0.5, 0.9, 1.5)]
-    assert spread([draws, [2 * one for one in draws]]) == pytest.approx(0.2, rel=0.3)
+    assert spread([draws, [2 * draw for draw in draws]]) == pytest.approx(0.2, rel=0.3)
     assert spread([[*draws[:-1], 1000.0]]) == pytest.approx(0.2, rel=0.5)
     assert spread([[1.0, 1.1]]) == 0

@@ -139,5 +139,6 @@ def test_nobody_else_asks_for_free_memory() -> None:
     # A second answer, in ``auto``, knew neither control groups nor ranks that share a GPU.
     package = Path(free_memory.__file__).parents[1]
     asks = ("mem_get_info", "virtual_memory", "MemAvailable")
-    found = [path for path in package.rglob("*.py") if any(one in path.read_text() for one in asks)]
-    assert found == [Path(free_memory.__file__)]
+    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    files = [path for path, text in texts.items() if any(call in text for call in asks)]
+    assert files == [Path(free_memory.__file__)]

@@ -40,20 +40,20 @@ class Wire:
 
 
 def test_latency_and_occupancy_come_apart() -> None:
-    one, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
-    one.other, other.other = other, one
+    first, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
+    first.other, other.other = other, first
     payload = torch.zeros(2000, dtype=torch.float32)  # 8 ms on the wire
-    found: dict[bool, Link] = {}
+    links: dict[bool, Link] = {}
 
     def side(wire: Wire, leads: bool) -> None:
-        found[leads] = measure_link(wire, 0, leads=leads, payload=payload, timeout_s=10.0)
+        links[leads] = measure_link(wire, 0, leads=leads, payload=payload, timeout_s=10.0)
 
     follower = threading.Thread(target=side, args=(other, False))
     follower.start()
-    side(one, True)
+    side(first, True)
     follower.join()
-    assert 0.006 < found[True].latency_s < 0.018
-    assert 0.006 < found[True].occupancy_s < 0.016
+    assert 0.006 < links[True].latency_s < 0.018
+    assert 0.006 < links[True].occupancy_s < 0.016
 
 
 def test_a_silent_peer_is_named() -> None:
@@ -64,8 +64,8 @@ def test_a_silent_peer_is_named() -> None:
 
 
 def test_the_leader_says_when_enough_time_has_passed() -> None:
-    one, other = Wire(0.001, 0.0), Wire(0.001, 0.0)
-    one.other, other.other = other, one
+    first, other = Wire(0.001, 0.0), Wire(0.001, 0.0)
+    first.other, other.other = other, first
     rounds: list[float] = []
 
     def count() -> float:
@@ -86,7 +86,7 @@ def test_the_leader_says_when_enough_time_has_passed() -> None:
     follower = threading.Thread(target=follow)
     follower.start()
     long_rounds = Rounds(burst=2, seconds=0.2)
-    measure_link(one, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, rounds=long_rounds)
+    measure_link(first, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, rounds=long_rounds)
     follower.join()
     assert rounds[-1] - rounds[0] >= 0.4  # short rounds, then long ones
     assert len(rounds) > 40
@@ -105,14 +105,14 @@ def test_a_payload_that_comes_changed_is_refused() -> None:
 def test_pairs_are_each_kind_of_link_alone_and_together() -> None:
     machines = ["m0", "m0", "m0", "m0", "m1", "m1", "m1", "m1", "m2", "m2"]
     names = ["a"] * 8 + ["b"] * 2
-    found = pairings(machines, names)
-    assert (True, (0, 1), [(0, 1)]) in found
-    assert (True, (0, 1), [(0, 1), (2, 3)]) in found
-    assert (True, (8, 9), [(8, 9)]) in found
-    assert (False, (0, 4), [(0, 4), (1, 5), (2, 6), (3, 7)]) in found
-    assert (False, (0, 8), [(0, 8)]) in found
-    assert (False, (0, 8), [(0, 8), (1, 9)]) in found
-    assert len(found) == 7
+    rounds = pairings(machines, names)
+    assert (True, (0, 1), [(0, 1)]) in rounds
+    assert (True, (0, 1), [(0, 1), (2, 3)]) in rounds
+    assert (True, (8, 9), [(8, 9)]) in rounds
+    assert (False, (0, 4), [(0, 4), (1, 5), (2, 6), (3, 7)]) in rounds
+    assert (False, (0, 8), [(0, 8)]) in rounds
+    assert (False, (0, 8), [(0, 8), (1, 9)]) in rounds
+    assert len(rounds) == 7
 
 
 def test_a_curve_gives_the_measured_seconds_back() -> None:

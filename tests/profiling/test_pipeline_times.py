@@ -18,9 +18,9 @@ MS = 1_000_000
 
 
 def sample(pp_rank: int, factor: float, links: dict[int, Link] | None = None) -> Sample:
-    found = Sample(pp_rank=pp_rank, links=links or {})
+    sample = Sample(pp_rank=pp_rank, links=links or {})
     for _ in range(2):
-        found.add(
+        sample.add(
             [
                 (Action(kind, chunk, microbatch, piece), int(ms * factor * MS))
                 for microbatch in range(3)
@@ -28,7 +28,7 @@ def sample(pp_rank: int, factor: float, links: dict[int, Link] | None = None) ->
                 for kind, ms, piece in ((F, 10, 0), (B, 20, 0), (W, 4, 0), (W, 2, 1))
             ]
         )
-    return found
+    return sample
 
 
 def test_stages_get_the_times_of_the_ranks_that_hold_them() -> None:
@@ -90,10 +90,10 @@ class Waits(torch.nn.Module):
         self.seconds = seconds
         self.inside = inside
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        given = given if self.inside is None else self.inside(given)
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        activation = activation if self.inside is None else self.inside(activation)
         time.sleep(self.seconds)
-        return given
+        return activation
 
 
 def test_the_share_is_that_of_the_block_in_its_model() -> None:

@@ -36,9 +36,9 @@ def test_what_stays_as_it_is_goes_nowhere() -> None:
 
 def test_tensor_parallel_ranks_keep_to_themselves() -> None:
     tables = {
-        rank: table(own if rank < 2 else {}, own if rank > 1 else {})
+        rank: table(elements if rank < 2 else {}, elements if rank > 1 else {})
         for rank in range(4)
-        for own in [{f"a of {rank % 2}": (0, 4)}]
+        for elements in [{f"a of {rank % 2}": (0, 4)}]
     }
     assert {(way.source, way.target) for way in passages(tables)} == {(0, 2), (1, 3)}
 
@@ -63,11 +63,11 @@ def test_shares_are_put_together_from_all_that_have_a_part() -> None:
             tables = {r: table(before[r], {}, r) for r in range(ranks)}
             tables |= {ranks + r: table({}, after[r], r) for r in range(ranks)}
         ways = passages(tables)
-        for rank, own in tables.items():
-            if not own.wants:
+        for rank, state in tables.items():
+            if not state.wants:
                 continue
-            low, high = own.wants["a"]
-            if own.had.get("a") == (low, high):
+            low, high = state.wants["a"]
+            if state.had.get("a") == (low, high):
                 continue
             covered = [
                 element

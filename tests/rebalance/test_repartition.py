@@ -47,25 +47,25 @@ def test_layers_are_separated_from_what_is_beside_them() -> None:
         measured(1, lanes(6)),
         measured(2, lanes(8), shares=(0.5,)),
     ]
-    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
-    assert [sum(each) for (each,) in found.layer_s] == pytest.approx([6e-3, 9e-3, 6e-3])
-    assert [sum(each) for each in found.beside_s] == pytest.approx([3e-3, 0, 12e-3])
-    assert found.slowness == pytest.approx((1.0, 1.5, 1.0))
-    assert found.paces((2, 2, 2)) == pytest.approx([15e-3, 18e-3, 24e-3])
+    loads = loads_of(samples, LOOP, (2, 2, 2), units=3)
+    assert [sum(each) for (each,) in loads.layer_s] == pytest.approx([6e-3, 9e-3, 6e-3])
+    assert [sum(each) for each in loads.beside_s] == pytest.approx([3e-3, 0, 12e-3])
+    assert loads.slowness == pytest.approx((1.0, 1.5, 1.0))
+    assert loads.paces((2, 2, 2)) == pytest.approx([15e-3, 18e-3, 24e-3])
 
 
 def test_the_slowest_replica_counts_and_medians_forget_a_slow_step() -> None:
     samples = [measured(rank, lanes(4), lanes(4), lanes(90)) for rank in range(3)]
     samples += [measured(rank, *(lanes(4 + 2 * (rank == 1)),) * 3) for rank in range(3)]
-    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
-    assert found.slowness == pytest.approx((1.0, 1.5, 1.0))
+    loads = loads_of(samples, LOOP, (2, 2, 2), units=3)
+    assert loads.slowness == pytest.approx((1.0, 1.5, 1.0))
 
 
 def test_a_rank_without_layers_is_taken_for_a_usual_one() -> None:
     samples = [measured(0, lanes(4)), measured(1, lanes(6)), measured(2, lanes(2))]
-    found = loads_of(samples, LOOP, (2, 2, 0), units=3)
-    assert sum(found.layer_s[2][0]) == pytest.approx(6e-3)
-    assert sum(found.beside_s[2]) == pytest.approx(6e-3)
+    loads = loads_of(samples, LOOP, (2, 2, 0), units=3)
+    assert sum(loads.layer_s[2][0]) == pytest.approx(6e-3)
+    assert sum(loads.beside_s[2]) == pytest.approx(6e-3)
 
 
 def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
@@ -74,9 +74,9 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
         measured(0, lanes(2) | lanes(10, 1), shares=(1.0, 0.4)),
         measured(1, lanes(4) | lanes(4, 1), shares=(1.0, 1.0)),
     ]
-    found = loads_of(samples, placement, (1, 2, 2, 2), units=2)
-    assert [sum(each) for (each,) in found.layer_s] == pytest.approx([6e-3, 6e-3])
-    assert sum(found.beside_s[3]) == pytest.approx(18e-3)
+    loads = loads_of(samples, placement, (1, 2, 2, 2), units=2)
+    assert [sum(each) for (each,) in loads.layer_s] == pytest.approx([6e-3, 6e-3])
+    assert sum(loads.beside_s[3]) == pytest.approx(18e-3)
 
 
 def test_memory_limits_the_layers_of_a_rank() -> None:
@@ -87,8 +87,8 @@ def test_memory_limits_the_layers_of_a_rank() -> None:
         measured(1, lanes(2), free_bytes=10, **memory),
         measured(2, lanes(2)),
     ]
-    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
-    assert found.most_layers == (2 + 840 // 50, 2, math.inf)
+    loads = loads_of(samples, LOOP, (2, 2, 2), units=3)
+    assert loads.most_layers == (2 + 840 // 50, 2, math.inf)
 
 
 def test_kinds_of_layers_are_separated_from_ranks() -> None:
@@ -100,14 +100,16 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
         measured(1, lanes(8), shares=(0.75,), layer_bytes=((90, 90),), parts=((),)),
         measured(2, lanes(2), layer_bytes=((7,),), parts=((),)),
     ]
-    found = loads_of(samples, LOOP, (4, 2, 1), units=3)
-    assert found.kinds == (1, 1, 2, 2, 2, 2, 0)
-    times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in found.layer_s]
-    # What only the last rank has counts as on a usual one.
-    assert times == [pytest.approx(one, rel=1e-3) for one in ([4, 2, 6], [2, 1, 3], [2, 1, 3])]
-    assert found.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
+    loads = loads_of(samples, LOOP, (4, 2, 1), units=3)
+    assert loads.kinds == (1, 1, 2, 2, 2, 2, 0)
+    times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in loads.layer_s]
+    # Layers that only the last rank has count as on a usual one.
+    assert times == [
+        pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
+    ]
+    assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
     # Two layers that take 1 each come to the second rank, and leave twice that.
-    assert found.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
+    assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
 
 def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
@@ -120,11 +122,11 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
         measured(1, lanes(2), layer_bytes=((20, 20),), parts=((),)),
         measured(2, lanes(2), layer_bytes=((60, 60),), parts=((),)),
     ]
-    found = loads_of(samples, LOOP, (2, 2, 2), units=3)
-    assert found.most_layers[0] == 2 + (270 - 60) // 70
-    assert found.sizes[0] == pytest.approx((50 / 70, 90 / 70))
-    assert found.fits((5, 0, 1))  # 2 x 90 + 3 x 50
-    assert not found.fits((6, 0, 0))
+    loads = loads_of(samples, LOOP, (2, 2, 2), units=3)
+    assert loads.most_layers[0] == 2 + (270 - 60) // 70
+    assert loads.sizes[0] == pytest.approx((50 / 70, 90 / 70))
+    assert loads.fits((5, 0, 1))  # 2 x 90 + 3 x 50
+    assert not loads.fits((6, 0, 0))
 
 
 class _Share:

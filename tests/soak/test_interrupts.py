@@ -16,18 +16,20 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
     """Returns what is not as it should be, with the signal before it."""
-    found = run_chains(chain, seed, hits, print)
-    return [f"{one.what}: {fault}" for one in found for fault in one.faults]
+    outcomes = run_chains(chain, seed, hits, print)
+    return [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("kind", ["launch", pytest.param("machines", marks=pytest.mark.long)])
-def test_interrupted_jobs_go_on_from_the_newest_checkpoint(kind: str, tmp_path: Path) -> None:
-    assert faults_of(Chain(kind=kind, folder=tmp_path / kind, is_async=True), 1, 3) == []
+def test_interrupted_jobs_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    chain = Chain(kind="launch", folder=tmp_path / "launch", is_async=True)
+    assert faults_of(chain, 1, 3) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(120 * HITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_interrupts(kind: str, tmp_path: Path) -> None:
-    assert faults_of(Chain(kind=kind, folder=tmp_path / kind), 7, HITS) == []
+    # The test above writes behind training with "launch".
+    chain = Chain(kind=kind, folder=tmp_path / kind, is_async=kind in ("machines", "pipeline"))
+    assert faults_of(chain, 7, HITS) == []

@@ -33,7 +33,11 @@ SCRIPTS = (
     "pipeline_script.py",
 )
 PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adaptive", "profile"]]
-LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "job", "launch"]]
+LAUNCHERS = [
+    ["-m", "torch.distributed.run"],
+    ["-m", "megatron.adaptive", "job", "launch"],
+    ["-m", "pytest"],  # tests that a program under test runs
+]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 NAMESPACES = ("net", "uts", "mnt", "pid")
 PR_SET_NAME = 15
