@@ -105,3 +105,16 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     run = read_run(traces)
     assert run.num_slices == number
     assert run.iterations[-1] in run.complete_iterations()
+
+
+def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    lengths = "--variable-seq-lengths --slice-tokens 16 --model-chunks 1 --train-iters 2"
+    losses_of(tmp_path / "ran", f"{lengths} --global-batch-size 6 --trace-dir {traces}")
+    run = read_run(traces)
+    assert run.complete_iterations() == (1, 2)
+    for trace in run.ranks.values():
+        for iteration in run.iterations:
+            forwards = sum(span.action == "F" for span in trace.spans(iteration))
+            # Documents lie over several slices, so there are more of these than rows.
+            assert trace.num_microbatches[iteration] == forwards > 2

@@ -125,13 +125,15 @@ class Trainer:
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packing may make fewer microbatches
-        # A trace counts slices as microbatches if their number differs between steps, and all are
-        # equally long.
-        cuts = live.config.schedule.slice_tokens is not None
-        lengths = () if cuts else getattr(microbatches, "contents", ())
-        run.tracing.begin_iteration(
-            iteration, num_microbatches, is_traced=is_traced, lengths=lengths
-        )
+        num_traced = num_microbatches
+        lengths = getattr(microbatches, "contents", ())
+        if live.config.schedule.slice_tokens is not None and run.slices is not None:
+            # A trace counts slices as microbatches if their number differs between steps, and all
+            # are equally long.
+            run.slices.plan(lengths)
+            num_traced *= run.slices.count // live.config.constant_slices
+            lengths = ()
+        run.tracing.begin_iteration(iteration, num_traced, is_traced=is_traced, lengths=lengths)
         result = live.step.train(
             microbatches, num_microbatches, iteration, live.snapshots.before_update, dealt
         )
