@@ -238,6 +238,7 @@ class TraceHeader:
             if unknown.
         num_slices: Number of slices into which each microbatch is cut along its sequence; 1 for
             whole microbatches.
+        uncounted: Names of the counters of :mod:`machine_counters` that the rank's machine lacks.
     """
 
     run: str
@@ -260,6 +261,7 @@ class TraceHeader:
     work: tuple[float, ...] = ()
     gpu_ranks: int = 1
     num_slices: int = 1
+    uncounted: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -639,6 +641,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values["num_slices"] = _value(record, "num_slices", "int", origin, 1)
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
+    values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))
     columns = _value(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:
         raise TraceError(
