@@ -92,6 +92,15 @@ class Accelerator:
         """Whether the device is a CUDA GPU."""
         return self.device.type == "cuda"
 
+    @property
+    def gpu_uuid(self) -> str:
+        """Id of the GPU as in ``nvidia-smi -L``; empty on a CPU, or if torch does not know it."""
+        if not self.is_cuda:
+            return ""
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        uuid = str(getattr(properties, "uuid", ""))
+        return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else ""
+
     def make_current(self) -> None:
         """Makes this device the calling thread's current CUDA device; does nothing on a CPU."""
         make_current(self.device)

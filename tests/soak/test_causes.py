@@ -9,7 +9,7 @@ import pytest
 from megatron.adaptive.trace.diagnose import Finding
 from megatron.adaptive.trace.diagnose.finding import Period, Reason
 from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
-from tests.soak.causes import CASES, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
+from tests.soak.causes import CASES, FAILED, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
 
 COUNT = int(os.environ.get("CAUSES", "1"))
 """Number of jobs with each cause in the long test."""
@@ -54,5 +54,6 @@ def test_a_planted_cause_is_named(name: str) -> None:
     if not judged:
         pytest.skip("this machine cannot plant it")
     assert [answer.text for answer in judged if answer.verdict == WRONG] == []
+    assert [answer.text for answer in judged if answer.verdict == FAILED] == []
     missed = [answer.text for answer in judged if answer.verdict == MISSED]
     assert len(missed) <= 0.05 * COUNT, missed

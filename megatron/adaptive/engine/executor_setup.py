@@ -36,6 +36,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.files import set_aside
+from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.connect import Connector
@@ -243,6 +244,8 @@ def open_trace(
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
     dist.barrier(group=job.control_group)
+    accelerator = job.accelerator
+    counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares)
     header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
@@ -257,8 +260,9 @@ def open_trace(
         placement=placement.kind,
         layers=tuple(layers),
         work=tuple(work),
-        gpu_ranks=job.accelerator.shares,
+        gpu_ranks=accelerator.shares,
         num_slices=num_slices,
+        uncounted=counters.missing,
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(
@@ -268,7 +272,7 @@ def open_trace(
         gather=job.gather,
         deliver=recorder.add_clock_samples,
     )
-    return Tracing(recorder, job.accelerator.clock(), sync)
+    return Tracing(recorder, accelerator.clock(), sync, counters)
 
 
 def require_equal_settings(settings: Mapping[str, str]) -> None:

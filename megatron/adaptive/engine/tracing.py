@@ -83,6 +83,8 @@ class Tracing:
         clock: Clock that makes marks on the device; ``None`` for the clock of the host.
         sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
             with the trace.
+        counters: Counters of this rank's machine; ``None`` for those without a GPU. They are closed
+            with the trace.
 
     Attributes:
         experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
@@ -96,6 +98,7 @@ class Tracing:
         recorder: Recorder | None = None,
         clock: CpuClock | CudaClock | None = None,
         sync: ExitStack | None = None,
+        counters: MachineCounters | None = None,
     ) -> None:
         self.recorder = recorder
         self._clock: Any = clock or CpuClock()
@@ -109,7 +112,7 @@ class Tracing:
         self._in_step = False
         self._begun_ns = 0
         self._unresolved: list[_DeviceSpan] = []
-        self._counters = None if recorder is None else MachineCounters()
+        self._counters = None if recorder is None else counters or MachineCounters()
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
         """Makes the recorder publish this rank's current activity, for other programs.
@@ -173,7 +176,7 @@ class Tracing:
             if self.experts is not None and (tokens := self.experts.tokens()):
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
             if self.layers is not None:
-                self.recorder.add_layers(self.layers.rows())
+                self.recorder.add_layers(self.layers.rows(), self.layers.passes())
             if self.collectives is not None:
                 self.recorder.add_collectives(self.collectives.rows())
             if self._counters is not None:

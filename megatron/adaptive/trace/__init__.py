@@ -7,7 +7,8 @@ Used while training (imports neither torch nor a drawing package):
 - ``status_files``  file with each rank's current action, and file with the run's progress
 - ``files``         atomic writes; optional files, whose loss does not stop a run
 - ``clock``         compares the clocks of a running job; puts all ranks of a run on one clock
-- ``machine_counters`` counts what kept a rank from computing; ``network_counters`` packets
+- ``machine_counters`` counts what kept a rank from computing, with ``network_counters`` and
+  ``gpu_counters``
 - ``hang_watch``    separate process that finds the rank that a hanging job waits for
 
 Used to read a trace:

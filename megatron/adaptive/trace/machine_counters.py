@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from megatron.adaptive.config import control_groups
+from megatron.adaptive.trace.gpu_counters import GPU_COUNTERS, GpuCounters
 from megatron.adaptive.trace.network_counters import (
     LINK_ERRORS,
     LINK_PAUSES,
@@ -110,8 +111,21 @@ COUNTERS = (
     LINK_RETRIES,
     LINK_PAUSES,
     LINK_SPEED,
+    *GPU_COUNTERS,
 )
 """Names of all counters."""
+
+_EXPECTED = (
+    PROCESSOR_WAIT,
+    STEAL,
+    MEMORY_WAIT,
+    DISK_WAIT,
+    DISK_PAGES,
+    MACHINE_BUSY,
+    DISK_READ,
+    CLOCK,
+)
+"""Names of the counters that most machines have; quotas and RDMA ports are rare."""
 
 _CLOCKS = {
     CLOCK: "scaling_cur_freq",
@@ -156,9 +170,17 @@ class MachineCounters:
     """Reads the counters of this process and its machine.
 
     One thread must call all methods.
+
+    Args:
+        gpu_uuid: Id of the process's GPU, as in ``nvidia-smi -L``; empty for none.
+        gpu_ranks: Number of ranks of the job that share the GPU.
+
+    Attributes:
+        missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
+            can be read, the reason stands for all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1) -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source] = {}
         self._readers: dict[str, _Source] = {}
@@ -166,13 +188,21 @@ class MachineCounters:
         self._tcp = TcpCounters()
         self._tcp_begun: dict[int, tuple[int, int]] = {}
         self._speed = 0
+        self._gpu = GpuCounters(gpu_uuid, gpu_ranks)
         self._reads = 0
         self._begun = self._read()
+        counted = {name for name, _ in self._begun}
+        counted |= {name for name, value in self._read_clocks().items() if value}
+        missing = [name for name in _EXPECTED if name not in counted]
+        if self._gpu.why_not:
+            missing.append(f"those of the GPU ({self._gpu.why_not})")
+        self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
         """Starts to count."""
         self._begun = self._read()
         self._tcp_begun = self._tcp.read()
+        self._gpu.begin()
 
     def end(self) -> dict[str, int]:
         """Returns the counts since :meth:`begin` by name, without those that are 0."""
@@ -183,6 +213,7 @@ class MachineCounters:
             counts[name] = max(counts[name], counted)
         counts[PROCESSORS] = len(os.sched_getaffinity(0))
         counts |= self._read_clocks()
+        counts |= self._gpu.end()
         sent, resent = increase(self._tcp_begun, self._tcp.read())
         counts |= {SENT_SEGMENTS: sent, RESENT_SEGMENTS: resent, LINK_SPEED: self._speed}
         return {name: count for name, count in counts.items() if count > 0}

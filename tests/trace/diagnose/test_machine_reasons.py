@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
+from megatron.adaptive.trace.gpu_counters import GPU_CLOCK, GPU_HOT, GPU_OTHERS, GPU_POWER_LIMITED
 from megatron.adaptive.trace.machine_counters import (
     CLOCK,
     CLOCK_LIMIT,
@@ -56,6 +58,8 @@ NOT_TIMES = (
     LINK_RETRIES,
     LINK_PAUSES,
     LINK_SPEED,
+    GPU_CLOCK,
+    GPU_OTHERS,
 )
 
 RANKS = 4
@@ -100,6 +104,9 @@ def only(rank: int, **counts: float) -> Count:
         ({PROCESSOR_WAIT: 0.3}, "ranks on host", "OMP_NUM_THREADS"),
         ({PROCESSOR_WAIT: 0.3, THROTTLED: 0.28}, "a quota on processor time", "cpu.max"),
         ({STEAL: 0.25}, "takes its processors away for 25%", "does not share its processors"),
+        ({GPU_HOT: 0.3}, "the temperature of its GPU", "cooling"),
+        ({GPU_POWER_LIMITED: 0.3}, "the power limit of its GPU", "nvidia-smi -pl"),
+        ({GPU_OTHERS: 2}, "2 other processes of host0 use its GPU", "end the other processes"),
         ({MEMORY_WAIT: 0.3, DISK_PAGES: 400}, "is short of memory", "free memory"),
         (
             {DISK_WAIT: 0.3, DISK_PAGES: 400},
@@ -107,7 +114,18 @@ def only(rank: int, **counts: float) -> Count:
             "free memory",
         ),
     ],
-    ids=["other-programs", "pinned", "crowded", "quota", "steal", "memory", "disk"],
+    ids=[
+        "other-programs",
+        "pinned",
+        "crowded",
+        "quota",
+        "steal",
+        "hot",
+        "power",
+        "shared",
+        "memory",
+        "disk",
+    ],
 )
 def test_a_slow_rank_has_its_reason(
     tmp_path: Path, counts: dict[str, float], text: str, remedy: str
@@ -217,6 +235,25 @@ def test_a_slow_clock_is_a_reason(tmp_path: Path, clocks: dict[str, float], text
     assert bool(text) == bool(reason)
 
 
+def test_a_slow_clock_of_a_gpu_is_a_reason(tmp_path: Path) -> None:
+    said = diagnosed(
+        tmp_path, lambda rank, _: {GPU_CLOCK: 1200 if rank == SLOW.rank else 1900}, SLOW
+    )
+    (finding,) = said.findings
+    assert finding.reason is not None
+    assert "its GPU on host0 has a clock of 1200 MHz, not 1900 MHz" in finding.reason.text
+
+
+def test_counters_that_a_machine_lacks_are_named_once(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, SyntheticRun(**NOISE, iterations=8))
+    for path in tmp_path.glob("*.jsonl"):
+        text = path.read_text()
+        path.write_text(text.replace('"uncounted": []', '"uncounted": ["clock_khz"]', 1))
+    said = diagnose(read_run(tmp_path))
+    (note,) = (note for note in said.notes if "not counted" in note)
+    assert "forbid it: clock_khz;" in note
+
+
 @pytest.mark.parametrize("size_bytes", [8_000_000, 0])
 def test_a_slow_disk_explains_slow_reading(tmp_path: Path, size_bytes: int) -> None:
     fault = Fault(kind="slow-data", rank=0, seconds=0.006)
@@ -284,6 +321,29 @@ def test_ports_explain_a_slow_link_between_machines(
     reason = finding.reason.text if finding.reason else ""
     assert text in reason
     assert bool(text) == bool(reason)
+
+
+STARVED = {PROCESSOR_WAIT: 0.8, MACHINE_BUSY: 0.8 * RANKS + 4}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="slow-rank", rank=2, factor=1.5, first=9),
+        Fault(kind="slow-data", rank=0, seconds=0.002),
+        LOST[0],
+    ],
+    ids=["rank", "data", "link"],
+)
+def test_of_ranks_without_processors_nothing_else_is_said(tmp_path: Path, fault: Fault) -> None:
+    faults = tuple(replace(lost, seconds=0.04) for lost in LOST) if fault in LOST else (fault,)
+    (tmp_path / "starved").mkdir()
+    (tmp_path / "quiet").mkdir()
+    lost = {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 9}
+    said = diagnosed(tmp_path / "starved", lambda rank, _: {**STARVED, **lost}, *faults)
+    assert {finding.cause for finding in said.findings} <= {"busy machine", "spikes"}
+    said = diagnosed(tmp_path / "quiet", lambda rank, _: lost, *faults)
+    assert {finding.cause for finding in said.findings} & {"slow rank", "slow data", "lossy link"}
 
 
 @pytest.mark.parametrize("machine", ['{"steal_ns": -1}', '{"steal_ns": 0.5}', "[1]", '{"a": "b"}'])

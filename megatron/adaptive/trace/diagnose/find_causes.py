@@ -71,9 +71,20 @@ def diagnose(
         num_ranks=len(measured.headers),
         counts={"actions": measured.num_actions, "messages": len(measured.messages)},
         step_ms=measured.step / 1e6,
-        notes=tuple(run.notes()),
+        notes=(*run.notes(), *_uncounted(run)),
         pace_ns=_pace_ns(measured),
     )
+
+
+def _uncounted(run: RunTrace) -> list[str]:
+    """Returns a line with the counters that machines of the run lack; empty if they lack none."""
+    names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
+    if not names:
+        return []
+    return [
+        f"not counted, as machines of the run lack or forbid it: {', '.join(sorted(names))}; no "
+        "cause is named by these"
+    ]
 
 
 class _Search:

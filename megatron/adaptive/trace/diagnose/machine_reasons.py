@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.finding import Reason
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured
+from megatron.adaptive.trace.gpu_counters import GPU_CLOCK, GPU_HOT, GPU_OTHERS, GPU_POWER_LIMITED
 from megatron.adaptive.trace.machine_counters import (
     CLOCK,
     CLOCK_LIMIT,
@@ -42,6 +43,9 @@ from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
 """Minimum fraction of the lost time that the counters of the reasons must show together."""
+
+STARVED = 0.5
+"""Fraction of a step from which waits for a processor make all other comparisons uncertain."""
 
 EXPLAINS_TOO = 0.2
 """Minimum fraction of the lost time that a counter must show to be one of the reasons."""
@@ -102,6 +106,16 @@ _WAITS = (
         STEAL,
         "the host of virtual machine {host} takes its processors away for {share:.0%} of the time",
         "use a machine that does not share its processors instead of {host}",
+    ),
+    _Wait(
+        GPU_HOT,
+        "the temperature of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
+        "look at the cooling of {host} (nvidia-smi -q -d TEMPERATURE)",
+    ),
+    _Wait(
+        GPU_POWER_LIMITED,
+        "the power limit of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
+        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same",
     ),
     _Wait(
         PROCESSOR_WAIT,
@@ -171,6 +185,22 @@ def shares(m: Measured, counter: str) -> Floats:
     return result
 
 
+def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
+    """Returns which fraction of the steps a rank waited for a processor, if that is most of them.
+
+    Args:
+        m: Measured times of the run.
+        column: Column of the rank.
+        chosen: Indices of the iterations.
+
+    Returns:
+        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if it is unknown.
+    """
+    share = shares(m, PROCESSOR_WAIT)[chosen, column]
+    mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
+    return min(0.99, mean) if mean >= STARVED else 0.0
+
+
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
     """Returns what made a rank slow, the main reason first; empty if no counter explains enough.
 
@@ -200,9 +230,12 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         # Stable: of those that explain enough alone, the first in the table comes first.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
-    clock = _slow_clock(m, column, chosen, factor)
-    if clock is not None:
-        reasons.append(clock)
+    further = (
+        _slow_clock(m, column, chosen, factor),
+        _slow_gpu_clock(m, column, chosen, factor),
+        _shared_gpu(m, column, chosen),
+    )
+    reasons += [reason for reason in further if reason is not None]
     return reasons
 
 
@@ -364,7 +397,61 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
     """Returns a reason if the clock of a rank's processor explains enough of its slowness."""
-    clocks = np.where(m.machine[CLOCK] > 0, m.machine[CLOCK], np.nan)
+    clocks = _clocks(m, CLOCK, column, chosen, factor)
+    if clocks is None:
+        return None
+    host = m.headers[column].host
+    limit, full = (float(np.nanmedian(m.machine[name][chosen, column])) for name in _LIMITS)
+    is_capped = 0 < limit < SLOWER_CLOCK * full
+    cap = f", where a limit of {limit / 1e6:.2f} GHz is set" if is_capped else ""
+    return Reason(
+        counter=CLOCK,
+        text=f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
+        f"{clocks[1] / 1e6:.2f} GHz{cap}",
+        remedy=(
+            f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
+            if is_capped
+            else f"look at temperature, power limit and governor of {host}"
+        ),
+    )
+
+
+def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
+    """Returns a reason if the clock of a rank's GPU explains enough of its slowness."""
+    clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
+    if clocks is None:
+        return None
+    host = m.headers[column].host
+    return Reason(
+        counter=GPU_CLOCK,
+        text=f"its GPU on {host} has a clock of {clocks[0]:.0f} MHz, not {clocks[1]:.0f} MHz",
+        remedy=f"look at limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
+    )
+
+
+def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
+    """Returns a reason if processes of others use a rank's GPU, and not those of all ranks."""
+    others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
+    count = float(np.median(others[:, column]))
+    elsewhere = np.delete(others, column, axis=1)
+    if count < 1 or (elsewhere.size and float(np.median(elsewhere)) >= count):
+        return None
+    host = m.headers[column].host
+    return Reason(
+        counter=GPU_OTHERS,
+        text=f"{count:.0f} other process{'es' * (count != 1)} of {host} use its GPU",
+        remedy=f"end the other processes on the GPU of {host} (nvidia-smi)",
+    )
+
+
+def _clocks(
+    m: Measured, counter: str, column: int, chosen: slice, factor: float
+) -> tuple[float, float] | None:
+    """Returns the clock of a rank and the usual clock, if these explain enough of its slowness.
+
+    Usual is the clock of other ranks or of other iterations, whichever is higher.
+    """
+    clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():
         return None
     clock = float(np.nanmedian(clocks[chosen, column]))
@@ -376,20 +463,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     )
     if clock > SLOWER_CLOCK * usual or usual / clock - 1 < EXPLAINS * (factor - 1):
         return None
-    host = m.headers[column].host
-    limit, full = (float(np.nanmedian(m.machine[name][chosen, column])) for name in _LIMITS)
-    is_capped = 0 < limit < SLOWER_CLOCK * full
-    cap = f", where a limit of {limit / 1e6:.2f} GHz is set" if is_capped else ""
-    return Reason(
-        counter=CLOCK,
-        text=f"its processor on {host} has a clock of {clock / 1e6:.2f} GHz, not "
-        f"{usual / 1e6:.2f} GHz{cap}",
-        remedy=(
-            f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
-            if is_capped
-            else f"look at temperature, power limit and governor of {host}"
-        ),
-    )
+    return clock, usual
 
 
 def _reason(m: Measured, wait: _Wait, columns: Sequence[int], chosen: slice) -> Reason:

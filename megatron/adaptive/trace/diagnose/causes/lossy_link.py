@@ -14,8 +14,9 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding, Reason
-from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets
+from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets, starved
 from megatron.adaptive.trace.diagnose.samples import Measured, chance, middle
+from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT
 from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
 from megatron.adaptive.trace.span_columns import Ints
 
@@ -141,7 +142,24 @@ def _lossy_links(m: Measured) -> list[_Link]:
         ends = (m.column[source], m.column[target])
         with_loss = resent[:, list(ends)].max(axis=1) > 0
         together = float(late_ns[with_loss[rows[is_late]]].sum()) / float(late_ns.sum())
+        if _is_starved(m, ends, np.unique(rows[is_late]), float(late_ns.sum())):
+            continue
         reason = lost_packets(m, ends, np.arange(len(m.iterations)))
         if reason is not None and together >= LATE_TOGETHER:
             links.append(_Link(ends, int(chosen.sum()), late_ns, rows[is_late], reason))
     return links
+
+
+def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:
+    """Returns whether a link's ranks waited longer for processors than its messages were late.
+
+    Args:
+        m: Measured times of the run.
+        ends: Columns of the sender and of the receiver.
+        affected: Indices of the iterations with late messages.
+        late_ns: Total lateness in ns.
+    """
+    if not any(starved(m, column, affected) for column in ends):
+        return False
+    waited_ns = np.nan_to_num(m.machine[PROCESSOR_WAIT][affected][:, list(ends)]).sum()
+    return late_ns < float(waited_ns)

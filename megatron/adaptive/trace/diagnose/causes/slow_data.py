@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.machine_reasons import reading_reason
+from megatron.adaptive.trace.diagnose.machine_reasons import reading_reason, starved
 from megatron.adaptive.trace.diagnose.samples import Measured, best_interval, chance, middle, noise
 from megatron.adaptive.trace.whatif.operations import FORWARD
 
@@ -75,10 +75,12 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
-        if share < READING_OF_STEP or level < READING_TIMES * before:
+        # Reading of a rank that hardly gets a processor takes long whatever it reads from.
+        ready = 1 - starved(m, column, chosen)
+        if share * ready < READING_OF_STEP or level * ready < READING_TIMES * before:
             # A rank that reads for twice the minimum fraction is reported even if all ranks read
             # equally slowly. In this case, its whole read time is its delay.
-            if share < 2 * READING_OF_STEP:
+            if share * ready < 2 * READING_OF_STEP:
                 continue
             before = 0.0
         excess = level - before

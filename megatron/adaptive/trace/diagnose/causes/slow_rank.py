@@ -16,7 +16,7 @@ import numpy as np
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.machine_reasons import reasons_of
+from megatron.adaptive.trace.diagnose.machine_reasons import reasons_of, starved
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, noise
 
 
@@ -109,7 +109,11 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
             break
         judged.add(slow.column)
         if _is_real(baselines, slow, log_work[:, slow.column]):
-            findings.append(_slow_rank(m, baselines, slow))
+            finding = _slow_rank(m, baselines, slow)
+            waited = starved(m, slow.column, slice(slow.first, slow.end))
+            # Ranks that wait for processors most of the time differ by chance.
+            if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
+                findings.append(finding)
         baselines.remove(slow)
         if slow.end - slow.first == len(m.iterations):
             baselines.distrust(slow.column)

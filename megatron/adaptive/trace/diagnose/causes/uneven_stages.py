@@ -12,6 +12,7 @@ import numpy as np
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.machine_reasons import starved
 from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
@@ -34,7 +35,14 @@ class UnevenStages(Cause):
         )
         if is_slow or evidence.times is None:
             return []
-        return find_uneven_stages(evidence.measured, evidence.times)
+        m = evidence.measured
+        return [
+            finding
+            for finding in find_uneven_stages(m, evidence.times)
+            # Ranks that wait for processors most of the time differ by chance.
+            if (finding.factor or 0)
+            >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
+        ]
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
         return finding.cost_fraction > 0 or not is_simulated

@@ -1,0 +1,147 @@
+"""Counts what held a rank's GPU back: power limit, heat, errors, processes of others, by NVML.
+
+Needs the package ``nvidia-ml-py``. Without it, or without NVIDIA's driver, nothing is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+GPU_POWER_LIMITED = "gpu_power_limited_ns"
+"""Name of the time in ns for which the power limit lowered the GPU's clock."""
+
+GPU_HOT = "gpu_hot_ns"
+"""Name of the time in ns for which the GPU's temperature lowered its clock."""
+
+GPU_ERRORS = "gpu_memory_errors"
+"""Name of the number of errors in the GPU's memory that could not be corrected (ECC)."""
+
+GPU_REPLAYS = "gpu_pcie_replays"
+"""Name of the number of PCIe packets that the GPU sent again."""
+
+GPU_CLOCK = "gpu_clock_mhz"
+"""Name of the clock in MHz of the GPU's processors."""
+
+GPU_FULL_CLOCK = "gpu_full_clock_mhz"
+"""Name of the highest clock in MHz for which they are made."""
+
+GPU_CELSIUS = "gpu_celsius"
+"""Name of the GPU's temperature in degrees Celsius."""
+
+GPU_WATTS = "gpu_watts"
+"""Name of the power in W that the GPU takes."""
+
+GPU_OTHERS = "gpu_others"
+"""Name of the number of processes of others that compute on the GPU."""
+
+GPU_COUNTERS = (
+    GPU_POWER_LIMITED,
+    GPU_HOT,
+    GPU_ERRORS,
+    GPU_REPLAYS,
+    GPU_CLOCK,
+    GPU_FULL_CLOCK,
+    GPU_CELSIUS,
+    GPU_WATTS,
+    GPU_OTHERS,
+)
+"""Names of all counters of a GPU."""
+
+_SUMS = GPU_COUNTERS[:4]
+_EVERY_S = 1.0
+"""Least time in seconds between two readings, because NVML takes a millisecond."""
+_MILLI = 1000
+
+
+class GpuCounters:
+    """Reads the counters of one GPU. One thread must call all methods.
+
+    Args:
+        uuid: Id of the GPU, as in ``nvidia-smi -L``; empty for no GPU.
+        ranks: Number of ranks of the job that share the GPU.
+
+    Attributes:
+        why_not: Reason why nothing can be counted; empty if it can, or without a GPU.
+        missing: Names of the counters that this GPU, or this version of NVML, does not have.
+    """
+
+    def __init__(self, uuid: str, ranks: int = 1) -> None:
+        self.why_not = ""
+        self.missing: tuple[str, ...] = ()
+        self._ranks = ranks
+        self._nvml: Any = None
+        self._values: dict[str, int] = {}
+        self._begun: dict[str, int] = {}
+        self._read_s = 0.0
+        if not uuid:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except ImportError:
+            self.why_not = "the package nvidia-ml-py is missing"
+        except Exception as error:  # for example, there is no driver or no permission
+            self.why_not = f"NVML does not start: {error}"
+        else:
+            self._nvml = pynvml
+            self._read()
+            self.missing = tuple(name for name in GPU_COUNTERS if name not in self._values)
+
+    def begin(self) -> None:
+        """Starts to count."""
+        self._begun = dict(self._values)
+
+    def end(self) -> dict[str, int]:
+        """Returns the counts since :meth:`begin`, and the present clocks, temperature and power.
+
+        A second must pass between two readings. Until then, sums are 0 and the rest is the last
+        reading.
+        """
+        if self._nvml is None:
+            return {}
+        if time.monotonic() - self._read_s >= _EVERY_S:
+            self._read()
+        return {
+            name: max(0, value - self._begun.get(name, value)) if name in _SUMS else value
+            for name, value in self._values.items()
+        }
+
+    def _read(self) -> None:
+        nvml, device = self._nvml, self._device
+        readers = {
+            GPU_POWER_LIMITED: lambda: self._held_back_ns(nvml.NVML_PERF_POLICY_POWER),
+            GPU_HOT: lambda: self._held_back_ns(nvml.NVML_PERF_POLICY_THERMAL),
+            GPU_ERRORS: lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            GPU_REPLAYS: lambda: nvml.nvmlDeviceGetPcieReplayCounter(device),
+            GPU_CLOCK: lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
+            GPU_FULL_CLOCK: lambda: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
+            GPU_CELSIUS: lambda: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
+            GPU_WATTS: lambda: nvml.nvmlDeviceGetPowerUsage(device) // _MILLI,
+            GPU_OTHERS: self._others,
+        }
+        for name, read in readers.items():
+            if name in self.missing:
+                continue
+            try:
+                self._values[name] = int(read())
+            except Exception:  # NVML of another version lacks functions, a GPU lacks counters
+                self._values.pop(name, None)
+        self._read_s = time.monotonic()
+
+    def _held_back_ns(self, policy: int) -> int:
+        return int(self._nvml.nvmlDeviceGetViolationStatus(self._device, policy).violationTime)
+
+    def _others(self) -> int:
+        """Returns how many processes use the GPU beside the job's ranks.
+
+        In a container NVML may give ids of other namespaces, so processes are only counted.
+        """
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
+        others = [process for process in running if int(process.pid) != os.getpid()]
+        return max(0, min(len(others), len(running) - 1) - (self._ranks - 1))
