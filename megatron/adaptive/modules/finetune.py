@@ -17,8 +17,8 @@ import torch
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
-from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.pretrained import read_config
+from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, load_processor, num_learned
 
 

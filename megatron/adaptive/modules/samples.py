@@ -198,8 +198,10 @@ class SampleReader:
 
     def _check_cut(self, removed: torch.Tensor) -> None:
         """Checks that the tokens to be cut off do not stand for parts of an image."""
-        known = self._placeholders
-        if removed.numel() and (not known.numel() or torch.isin(removed, known).any()):
+        placeholders = self._placeholders
+        if removed.numel() and (
+            not placeholders.numel() or torch.isin(removed, placeholders).any()
+        ):
             raise ConfigError(
                 f"an image is among the {removed.numel()} tokens after the first "
                 f"{self.max_length}: raise the maximum length, or give smaller images"
