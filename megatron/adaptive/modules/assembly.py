@@ -283,7 +283,7 @@ def _keep_part(
     model = request.model
     device = mesh.accelerator.device
     cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
-    buffer_use = BufferUse(placement=placement)
+    buffer_use = BufferUse(placement=placement, order=request.order)
     for cut in cut_examples:
         buffer_use.add(cut)
     mesh.on_first(lambda: _report_unused(request, examples, cut_examples))

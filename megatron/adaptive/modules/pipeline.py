@@ -320,8 +320,8 @@ class Pipeline:
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
-        except Exception as error:
-            self._mesh.close_after(error)
+        except Exception:
+            self._mesh.close_after_error()
             raise
         self._update = self._assembly.update
         self._maker = StepMaker(request, form, self._assembly, self._mesh, self._orders.placement)
@@ -484,7 +484,6 @@ class Pipeline:
                 batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
-        self._update.check_trained()
         work = self._maker.work(batch, num_items, self.steps + 1)
         count = len(work.microbatches)
         if self._loop is not None:
