@@ -32,13 +32,7 @@ from megatron.adaptive.schedule.choose_by_simulation import evaluate  # noqa: E4
 from megatron.adaptive.schedule.memory_caps import with_rounding  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.workload import (  # noqa: E402
-    PS_PER_S,
-    StageProfile,
-    StageTimes,
-    Workload,
-    draw,
-)
+from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, Workload, draw  # noqa: E402
 from megatron.adaptive.trace.metrics import rank_figures  # noqa: E402
 from megatron.adaptive.trace.read import read_run  # noqa: E402
 
@@ -54,7 +48,7 @@ MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
 """Step in slices over the whole step, by number of pipeline ranks."""
 RANKS = 8
-FORWARD_S = 0.4
+FORWARD_S = 0.8
 """Time of a forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
@@ -100,11 +94,11 @@ class TrainedJob(NamedTuple):
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
     """Trains for one step that is not measured, and some that are."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
-        words += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
-        words += ["--pipeline-model-parallel-size", str(ranks), "--train-iters", str(steps + 1)]
-        words += ["--sequence-slices", str(slices), "--trace-dir", f"{folder}/traces"]
-        lines = train(words, Path(folder), ranks, LIMIT_S)
+        command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
+        command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
+        command += ["--pipeline-model-parallel-size", str(ranks), "--train-iters", str(steps + 1)]
+        command += ["--sequence-slices", str(slices), "--trace-dir", f"{folder}/traces"]
+        lines = train(command, Path(folder), ranks, LIMIT_S)
         run = read_run(Path(folder) / "traces")
         iterations = run.complete_iterations()[1:]
         peaks = [
@@ -122,10 +116,7 @@ def profile_of(ranks: int) -> StageProfile:
     # Weight gradients take as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
     times = StageTimes.equal(
-        2 * ranks,
-        forward_s=linear + attention,
-        backward_s=linear + 2 * attention,
-        weight_s=linear,
+        2 * ranks, forward_s=linear + attention, backward_s=linear + 2 * attention, weight_s=linear
     )
     return StageProfile(times=times, attention_share=ATTENTION)
 
@@ -138,7 +129,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
         for name in ("adaptive", "hinted")
     ]
     whole.append(make_candidate("zb-v", ranks, 2, count))
-    outcomes = [evaluate(one, count, profile_of(ranks), (0,)) for one in whole]
+    outcomes = [evaluate(candidate, count, profile_of(ranks), (0,)) for candidate in whole]
     fitting = [outcome for outcome in outcomes if outcome.peak_units <= with_rounding(ranks)]
     named = {
         WHOLE: min(fitting, key=lambda outcome: outcome.mean_s).candidate,
@@ -245,7 +236,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Computes the efficiency of 16 ranks with 16 slices and memory for a quarter of p sequences."""
+    """Computes the efficiency of 16 ranks with 16 slices, and memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)

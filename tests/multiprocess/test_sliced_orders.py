@@ -96,8 +96,25 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert "auto has measured 4 slices, and measures 2 next" in log
     assert "sequences now run in 2 slices: built again" in log
     assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
+    hinted = f"{longer} --pipeline-schedule hinted --sequence-slices 2"
+    assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
+    pattern = r"hinted follows .* relative to a forward, messages take [0-9.]+, B [0-9.]+ and W "
+    assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
     # A busy machine may hide what slices add.
     number = 1 if "sequences are now whole: built again" in log else 2
     run = read_run(traces)
     assert run.num_slices == number
     assert run.iterations[-1] in run.complete_iterations()
+
+
+def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    lengths = "--variable-seq-lengths --slice-tokens 16 --model-chunks 1 --train-iters 2"
+    losses_of(tmp_path / "ran", f"{lengths} --global-batch-size 6 --trace-dir {traces}")
+    run = read_run(traces)
+    assert run.complete_iterations() == (1, 2)
+    for trace in run.ranks.values():
+        for iteration in run.iterations:
+            forwards = sum(span.action == "F" for span in trace.spans(iteration))
+            # Documents lie over several slices, so there are more of these than rows.
+            assert trace.num_microbatches[iteration] == forwards > 2

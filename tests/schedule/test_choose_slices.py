@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     SliceTrial,
     added_s,
@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.choose_slices import (
     without_slices,
 )
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, StageTimes, draw
 
 PLACEMENT = Placement(num_ranks=4, num_chunks=2, kind="v")
 NUMBERS = (4, 1, 8)
@@ -110,3 +110,11 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
 def test_a_whole_microbatch_may_keep_more_than_its_slices() -> None:
     assert memory_factor(4, 4) == memory_factor(8, 4) == 1
     assert memory_factor(1, 4) == pytest.approx(2 / 1.25)
+
+
+def test_the_pace_of_slices_has_messages_of_slices() -> None:
+    link = Link(latency_s=0.01, occupancy_s=0.04)
+    times = StageTimes.equal(8, forward_s=0.1, backward_s=0.2, weight_s=0.05)
+    stages = StageProfile(times=times, link=link)
+    assert pace_of(stages) == (0.5, 2.0, 0.5)
+    assert pace_of(stages, 4) == (0.2, 2.0, 0.5)

@@ -86,7 +86,7 @@ def _simulate(
             if num_slices > 1:
                 # "hinted" needs the pace to choose the order that it follows. Attention makes
                 # backwards longer, and weight gradients shorter, than forwards.
-                candidate = replace(candidate, pace=pace_of(profile))
+                candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
             slices = f" with {num_slices} slices" if len(counts) > 1 else ""

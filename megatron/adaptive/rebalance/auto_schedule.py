@@ -33,7 +33,7 @@ from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
-from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     NextTrial,
     SliceTrial,
@@ -80,6 +80,8 @@ class Tuner:
         slice_cut: Way in which they are cut.
         numbers: Numbers of slices to choose from; empty to keep the present number.
         trial: Times measured earlier with another number of slices; ``None`` if there are none.
+        only_pace: Whether to keep the schedule, and to give it only the measured pace (relative
+            times of messages, B and W). ``hinted`` chooses by it the order that it follows.
         say: Function that writes a line to the log; it is called on all ranks.
     """
 
@@ -99,6 +101,7 @@ class Tuner:
     slice_cut: SliceCut = SLICE_CUTS[0]
     numbers: Sequence[int] = ()
     trial: SliceTrial | None = None
+    only_pace: bool = False
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -135,6 +138,11 @@ class Tuner:
         sample.links = self._links()
         samples = job.gather(sample)
         loads = None if self.loads is None else self.loads(num_microbatches)
+        if self.only_pace:
+            decision = job.on_first(lambda: self._with_pace(samples, num_microbatches))
+            assert decision.stay is not None
+            self.forward_backward.use(decision.stay)
+            return decision
         if self.numbers and self.trial is None:
             return job.on_first(lambda: self._next_trial(samples, num_microbatches))
         self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
@@ -142,6 +150,18 @@ class Tuner:
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
         return decision
+
+    def _with_pace(self, samples: Sequence[Sample], num_microbatches: int) -> Decision:
+        orders = self.forward_backward.orders
+        profile = profile_of(samples, orders.placement, num_microbatches)
+        pace = pace_of(profile, orders.num_slices)
+        present = orders.candidate(num_microbatches)
+        message, backward, weight = pace
+        return Decision(
+            text=f"{present.name} follows an order for the measured times: relative to a forward, "
+            f"messages take {message:g}, B {backward:g} and W {weight:g}",
+            stay=replace(present, cap=self.cap, pace=pace),
+        )
 
     def _next_trial(self, samples: Sequence[Sample], num_microbatches: int) -> NextTrial:
         orders = self.forward_backward.orders

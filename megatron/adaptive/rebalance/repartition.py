@@ -605,6 +605,7 @@ def make_tuner(
     *,
     numbers: Sequence[int] = (),
     trial: SliceTrial | None = None,
+    only_pace: bool = False,
 ) -> Tuner:
     """Returns the tuner of a run that the trainer has built.
 
@@ -614,6 +615,7 @@ def make_tuner(
         say: Function that writes a line to the log.
         numbers: Numbers of slices to choose from; empty to keep the present number.
         trial: Times measured earlier with another number of slices; ``None`` if there are none.
+        only_pace: Whether the schedule stays, and gets only the measured relative times.
     """
     config = run.job.config
     settings = config.schedule
@@ -638,5 +640,6 @@ def make_tuner(
         slice_cut=cast(SliceCut, settings.slice_cut),
         numbers=numbers,
         trial=trial,
+        only_pace=only_pace,
         say=say,
     )

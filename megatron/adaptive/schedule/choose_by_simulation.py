@@ -204,7 +204,7 @@ def choose(
             most=most,
             splittable=splittable,
             pieces=pieces,
-            pace=pace_of(profile),
+            pace=pace_of(profile, num_slices),
             also=also,
             num_slices=num_slices,
         )
@@ -298,14 +298,21 @@ def _is_fixed(name: str) -> bool:
     return name != ANNEALED and not is_rule(name)
 
 
-def pace_of(profile: StageProfile) -> Pace:
-    """Returns the times of a message, of B and of W relative to F, as means over the stages."""
+def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
+    """Returns the times of a message, of B and of W relative to F, as means over the stages.
+
+    Args:
+        profile: Times of whole microbatches.
+        num_slices: Number of slices of each microbatch. A message has one slice, and takes its time
+            relative to F of a whole microbatch.
+    """
     times = profile.times
     forward_s = statistics.fmean(times.forward_s)
     if not forward_s:
         return EQUAL
     message_s = max(
-        link.latency_s + link.occupancy_s for link in (profile.link, *profile.links.values())
+        link.latency_s + link.occupancy_s / num_slices
+        for link in (profile.link, *profile.links.values())
     )
     backward_s, weight_s = (
         statistics.fmean(of_stages or (0.0,)) for of_stages in (times.backward_s, times.weight_s)

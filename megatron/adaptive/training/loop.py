@@ -125,13 +125,15 @@ class Trainer:
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packing may make fewer microbatches
-        # A trace counts slices as microbatches if their number differs between steps, and all are
-        # equally long.
-        cuts = live.config.schedule.slice_tokens is not None
-        lengths = () if cuts else getattr(microbatches, "contents", ())
-        run.tracing.begin_iteration(
-            iteration, num_microbatches, is_traced=is_traced, lengths=lengths
-        )
+        num_traced = num_microbatches
+        lengths = getattr(microbatches, "contents", ())
+        if live.config.schedule.slice_tokens is not None and run.slices is not None:
+            # A trace counts slices as microbatches if their number differs between steps, and all
+            # are equally long.
+            run.slices.plan(lengths)
+            num_traced *= run.slices.count // live.config.constant_slices
+            lengths = ()
+        run.tracing.begin_iteration(iteration, num_traced, is_traced=is_traced, lengths=lengths)
         result = live.step.train(
             microbatches, num_microbatches, iteration, live.snapshots.before_update, dealt
         )
@@ -337,8 +339,9 @@ class Rebalancing(RunHook):
 
     With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
     the layers of each stage, unless ``--partition`` sets them. With ``--repartition auto``, it
-    decides on the layers of each stage again after each interval. All ranks make the same
-    decisions. A decision takes effect before the next step.
+    decides on the layers of each stage again after each interval. With slices, ``hinted`` gets the
+    times that were measured. All ranks make the same decisions. A decision takes effect before the
+    next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -353,7 +356,13 @@ class Rebalancing(RunHook):
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
-        self._tuner = self._make_tuner() if is_tuned else None
+        # Without slices, the usual order is known to be best for most pipelines.
+        self._only_pace = (
+            settings.pipeline_schedule == "hinted"
+            and settings.replay_schedule is None
+            and live.config.constant_slices > 1
+        )
+        self._tuner = self._make_tuner() if is_tuned or self._only_pace else None
         self._due: Decision | Move | NextTrial | None = None
 
     def _make_tuner(self, trial: SliceTrial | None = None) -> Tuner:
@@ -363,6 +372,7 @@ class Rebalancing(RunHook):
             lambda text: self._log.message(f"  {text}"),
             numbers=self._numbers,
             trial=trial,
+            only_pace=self._only_pace,
         )
 
     def after_step(self, step: TrainedStep) -> None:
