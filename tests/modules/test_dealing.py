@@ -18,12 +18,7 @@ from megatron.adaptive.errors import ConfigError
 accelerator.install()
 
 from megatron.adaptive.modules.batch import Signature  # noqa: E402
-from megatron.adaptive.modules.content import (  # noqa: E402
-    ContentBalance,
-    DealtList,
-    Declared,
-    digest_of,
-)
+from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of  # noqa: E402
 from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
@@ -93,11 +88,12 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
     """``share`` does not know whether its list is for a step or for an evaluation."""
     limits = {"group": 2, "least": 2}
-    for count, message in ((4, "4 microbatches .* at least 6, and a multiple of 2"), (9, "9 micro")):
+    message = "microbatches .* at least 6, and a multiple of 2"
+    for count in (4, 9):
         shares = dealt([part(10 + n) for n in range(count)], WORK, **limits)
         assert all(shares)
         balance = balance_of(0, WORK, **limits)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"{count} {message}"):
             balance.check_total(shares[0])
     grouped = dealt([part(10 + n) for n in range(10)], WORK, **limits)
     assert all(len(share) % 2 == 0 and share for share in grouped)
@@ -134,7 +130,8 @@ def test_a_list_that_was_changed_in_place_is_refused() -> None:
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)
-    assert share is not None and len(share) > 1
+    assert share is not None
+    assert len(share) > 1
     assert balance.numbers_of(share, len(share), is_listed=True) == share.numbers
     same = copy.deepcopy(share)
     assert balance.numbers_of(same, len(same), is_listed=True) == share.numbers
@@ -146,12 +143,14 @@ def test_a_list_that_was_changed_in_place_is_refused() -> None:
 def test_numbers_are_known_of_all_lists_of_microbatches() -> None:
     batch = [part(10) for _ in range(7)]
     in_turns = balance_of(1, WORK, dealing="turns").share(batch)
-    assert in_turns is not None and in_turns.numbers == (1, 4)
+    assert in_turns is not None
+    assert in_turns.numbers == (1, 4)
     assert [id(each) for each in in_turns] == [id(batch[1]), id(batch[4])]
     alone = balance_of(0, WORK)
     alone._mesh.dp_size = 1
     of_all = alone.share(batch)
-    assert of_all is not None and of_all.numbers == tuple(range(7))
+    assert of_all is not None
+    assert of_all.numbers == tuple(range(7))
     values: Any = [1.0] * 7
     assert balance_of(1, WORK, dealing="turns").share(values) is None
 

@@ -115,7 +115,8 @@ def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
     assert costs.cost((100.0, 0.0, 1.0)) == pytest.approx(1e-3, rel=0.01)
     assert costs.cost((100.0, 30.0, 1.0)) == pytest.approx(1e-3 + 30 * 5 * 5e-6, rel=0.01)
     rows.append((100.0, 30.0, 1.0))
-    costs.add({(0, rank): costs.measured(rows, [(Action(ActionKind.F, 0, 3), 7)]) for rank in (0, 1)})
+    sums = costs.measured(rows, [(Action(ActionKind.F, 0, 3), 7)])
+    costs.add({(0, 0): sums, (0, 1): sums})
     costs.fit()
     assert costs.cost((0.0, 30.0, 0.0)) < 1e-6
 

@@ -117,7 +117,8 @@ class Pipeline:
             of shapes (and values of ``decisive_entries``) of a microbatch.
         order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
             first and last, by the arithmetic counted in their recordings (``work``) or by predicted
-            time (``time``). Two runs with ``work`` have the same order.
+            time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            changes buffers in training must have them run as given.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
@@ -394,8 +395,8 @@ class Pipeline:
 
         Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
         dealt to the replicas in turn, or by their predicted cost if ``dealing`` says so. Then all
-        processes must pass the same whole list, and ``numbers`` of the returned list has the
-        indices of its microbatches in the whole list.
+        processes must pass the same whole list, and pass the returned list on unchanged.
+        ``numbers`` of the returned list has the indices of its microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has

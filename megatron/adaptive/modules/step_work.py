@@ -20,13 +20,7 @@ from megatron.adaptive.modules.batch import (
     samples_in,
     stretched,
 )
-from megatron.adaptive.modules.content import (
-    ContentBalance,
-    DealtList,
-    Declared,
-    Digest,
-    digest_of,
-)
+from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, Digest, digest_of
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import RankPrograms
 from megatron.adaptive.schedule.stage_placement import Placement
