@@ -247,6 +247,7 @@ class Job:
             way.placement, self._position, replica=self.replica, replicas=way.replicas
         )
         mesh: Any = SimpleNamespace(
+            rank=rank,
             dp_rank=self.replica,
             dp_size=way.replicas,
             pp_rank=self._position,
@@ -262,6 +263,7 @@ class Job:
             dealing=dealing,
             mesh=mesh,
             placement=way.placement,
+            partition=(1,) * way.placement.num_stages,
             sample_work={kind: [1.0] * way.placement.num_stages for kind in kinds},
         )
         self._partition = partition

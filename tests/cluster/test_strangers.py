@@ -28,13 +28,13 @@ HELLO = {"host": "h", "gpus": 0, "processes": None, "node_rank": None, "address"
 @pytest.mark.slow
 def test_strangers_have_no_effect_on_jobs() -> None:
     """One line ended a master, took a node's place, or learned the settings."""
-    found = measure(1000, 60.0, seed=5)
+    outcome = measure(1000, 60.0, seed=5)
     listeners = {"manager", "keeper a", "keeper b", "clocks", "master of pods", "doctor"}
-    assert {*found["said"]} >= {*listeners, "ranks over tcp"}
-    assert min(found["said"].values()) >= 300
-    assert found["unheard"] == {}
-    assert (found["ends"], found["effects"], found["differences"]) == ([], [], 0)
-    assert found["steps"] > 5
+    assert {*outcome["said"]} >= {*listeners, "ranks over tcp"}
+    assert min(outcome["said"].values()) >= 300
+    assert outcome["unheard"] == {}
+    assert (outcome["ends"], outcome["effects"], outcome["differences"]) == ([], [], 0)
+    assert outcome["steps"] > 5
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_masters_answer_is_whole_and_stays_in_its_folder(change: dict[str, Any
 
 
 def test_a_master_names_no_program() -> None:
-    given = {"LR": "1", "PYTHON": "/tmp/x", "LD_LIBRARY_PATH": "/tmp", "NCCL_DEBUG": "INFO"}
-    assert _settings(given, {}) == {"LR": "1", "NCCL_DEBUG": "INFO"}
+    variables = {"LR": "1", "PYTHON": "/tmp/x", "LD_LIBRARY_PATH": "/tmp", "NCCL_DEBUG": "INFO"}
+    assert _settings(variables, {}) == {"LR": "1", "NCCL_DEBUG": "INFO"}
     container = {"CONTAINER": "apptainer", "IMAGE": "/tmp/x.sif"}
     with pytest.raises(ConfigError, match="no node names a program to another"):
         _settings(container, {})

@@ -15,6 +15,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules import CutPoint, Pipeline
 from megatron.adaptive.modules.recording import Forward, Forwards
 
+from .families import FAMILIES, IMAGE
 from .models import SHARED, knotty, make_batch, viewed, viewer
 
 VIEWER: dict[str, Any] = {
@@ -85,7 +86,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
             for _ in range(4 if order == "time" else 1):
                 losses.append(pipeline.step(step)[0])
             require_equal(pipeline, gradients)
-            orders[order] = pipeline.order
+            orders[order] = pipeline.last_order
             assert pipeline.eval(step) == pytest.approx(losses[0], rel=1e-5)
             assert bool(pipeline.costs) == (order == "time")
             labels = {label for of_stage in pipeline.costs for label in of_stage}
@@ -295,6 +296,32 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
     opened.append(Pipeline(model, [microbatch(1, 4), microbatch(0, 6)]))
     assert opened[0].step(step)[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     require_equal(opened[0], {n: p.grad for n, p in whole.named_parameters() if p.grad is not None})
+
+
+def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
+    """It is refused with the line that looks at them; numbers of real images are shapes."""
+    pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+    family = next(family for family in FAMILIES if family.name == "smolvlm")
+
+    def microbatch(images: int, length: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(3, 56, (1, length), generator=generator)
+        ids[0, 1 : 1 + images] = IMAGE
+        part = {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100)}
+        if images:
+            part["pixel_values"] = torch.randn(1, images, 3, 8, 8, generator=generator)
+        return part
+
+    sample = [microbatch(2, 8), microbatch(0, 9)]
+    with pytest.raises(ConfigError, match=r"modeling_smolvlm.py:\d+ \(get_image_features\) looks"):
+        Pipeline(family.build(4), sample)
+    step = [microbatch(images, 10 + images) for images in (3, 0, 1, 2)]
+    loss, gradients = expected(family.build(4), step, [1.0] * 4)
+    opened.append(Pipeline(family.build(4), sample, slicing="record"))
+    assert opened[0].step(step)[0] == pytest.approx(loss, rel=1e-5)
+    require_equal(opened[0], gradients)
+    # Nothing is measured for a single stage, which contains all segments.
+    assert (opened[0].partition, opened[0].weights) == ((5,), ())
 
 
 def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:

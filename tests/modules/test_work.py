@@ -12,13 +12,12 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.modules import CutPoint  # noqa: E402
-from megatron.adaptive.modules.cutting import slice_tape  # noqa: E402
 from megatron.adaptive.modules.recording import Forward, Forwards  # noqa: E402
-from megatron.adaptive.modules.recordings import stage_work  # noqa: E402
+from megatron.adaptive.modules.recordings import segment_work  # noqa: E402
 
 
 class Mixed(nn.Module):
-    """A convolution, attention and a product, one in each stage."""
+    """A convolution, attention and a product, one in each segment."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
@@ -37,11 +36,10 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the work of the three stages for one sequence."""
+    """Returns the work of the three segments for one sequence."""
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
-    plans = slice_tape(forwards.training, (1, 1, 1))
-    return [stage_work(forwards.training, plan) for plan in plans]
+    return list(segment_work(forwards.training))
 
 
 @pytest.mark.parametrize("slicing", ["record", "export"])

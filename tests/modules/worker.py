@@ -305,7 +305,7 @@ def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tenso
         for step in [*steps, steps[0]]:
             share = pipeline.share(step)
             losses.append(pipeline.step(share)[0])
-            places.append((getattr(share, "numbers", None), pipeline.order))
+            places.append((getattr(share, "numbers", None), pipeline.last_order))
         parameters = {name: part.detach() for name, part in pipeline.named_parameters()}
         assert gathered(pipeline.costs) == [pipeline.costs] * RANKS
         assert bool(pipeline.costs) == ("time" in options.values())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.adaptive.cli import trace
 from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.views.perfetto import perfetto_events
+from tests.trace.views.event_rules import broken_rules
 
 from .launch import ROOT, Ranks, tail
 
@@ -43,6 +46,26 @@ if os.environ["RANK"] == "{SLOW_RANK}":
 runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
 """
 LIMIT_S = 200.0
+
+
+def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
+    """Returns the names of the slices of a rank's computations, each below those around it."""
+    (thread,) = (
+        (event["pid"], event["tid"])
+        for event in events
+        if (event["pid"], event["name"], event["args"].get("name"))
+        == (rank + 1, "thread_name", "compute")
+    )
+    around: list[tuple[float, str]] = []
+    names = set()
+    for event in events:
+        if event["ph"] != "X" or (event["pid"], event["tid"]) != thread:
+            continue
+        while around and around[-1][0] <= event["ts"]:
+            around.pop()
+        around.append((event["ts"] + event["dur"], event["name"]))
+        names.add(tuple(name for _, name in around))
+    return names
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
@@ -89,6 +112,14 @@ def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFi
     assert held_ns[SLOW_RANK] > 2 * held_ns[0]
     kinds = {joined.name for joined in join_collectives(run, [3])}
     assert {"data and context reduce-scatter", "data and context all-gather"} <= kinds
+
+    events = list(perfetto_events(run, [2, 3]))
+    assert broken_rules(events) == []
+    names = nested_names(events, 0)
+    reduced = ("layer 1", "tensor all-reduce")
+    assert ("forward 0-0", *reduced, f"wait for rank {SLOW_RANK}") in names
+    assert ("backward 0-0", *reduced, "transfer") in names
+    assert ("reduce", "data and context reduce-scatter", "transfer") in names
 
     page = ["--format", "html", "--output-dir", str(tmp_path)]
     assert trace.main([str(folder), *page]) == 0

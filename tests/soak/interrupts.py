@@ -167,7 +167,9 @@ class Chain:
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        variables = environment() if self.is_fresh else forking()
+        # A Pipeline finds out by its parent that its launcher is gone, and forks have another one.
+        is_fresh = self.is_fresh or self.kind == "pipeline"
+        variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
         log = self.folder / f"log-{number}.txt"
         return RunningJob(self.command(number, last), log, variables)
@@ -404,7 +406,11 @@ def _judge(
     is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    is_saved = status == 128 + signal.SIGTERM or "then" not in description
+    # After the loss of a rank the others cannot save, if SIGTERM comes before they have ended.
+    is_whole = not re.search(
+        r"SIGKILL to (fork (python-|pt_elastic)|.*pipeline_script)", description
+    )
+    is_saved = is_whole and (status == 128 + signal.SIGTERM or "then" not in description)
     if (
         is_asked
         and is_saved
@@ -425,7 +431,7 @@ def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
     )
     job = alone.begin(0, max(losses))
     try:
-        status = job.wait(END_LIMIT_S)
+        status = job.wait(END_LIMIT_S + max(losses) / 10)
     finally:
         job.close()
     expected = dict(alone.losses(0))

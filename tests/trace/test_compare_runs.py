@@ -13,6 +13,7 @@ import pytest
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.compare_runs import Comparison, compare_runs
 from megatron.adaptive.trace.read import read_run
+from tests.support.detailed_trace import add_collectives, add_layers
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 NOISE: dict[str, Any] = {
@@ -76,6 +77,34 @@ def test_slower_reading_of_data_is_named(tmp_path: Path) -> None:
     fault = Fault(kind="slow-data", rank=0, seconds=0.003)
     (change,) = compared(tmp_path, SHAPES[0], {"faults": (fault,)}).changes
     assert (change.kind, change.ranks) == ("data", (0,))
+
+
+def detailed(folder: Path, layers_ms: list[float], late_ms: float, transfer_ms: float) -> None:
+    """Writes a run whose ranks have four layers each, and collectives of two groups."""
+    seed = 1 if folder.name == "a" else 2
+    write_synthetic(folder, SyntheticRun(**NOISE, num_ranks=4, seed=seed))
+    for rank in range(4):
+        add_layers(folder, rank, layers_ms if rank == 1 else [10.0] * 4, seed=seed)
+
+    def times_ms(_: int, rank: int) -> tuple[float, float]:
+        late = late_ms if rank == 2 else 0.0
+        return late, transfer_ms if rank < 2 else 0.2
+
+    add_collectives(folder, "tensor", [(0, 1), (2, 3)], times_ms, seed=seed)
+
+
+def test_a_slower_layer_group_and_member_are_named(tmp_path: Path) -> None:
+    detailed(tmp_path / "a", [10.0] * 4, 0.0, 0.2)
+    detailed(tmp_path / "b", [10.0, 10.0, 11.0, 10.0], 0.3, 0.4)
+    detailed(tmp_path / "c", [11.0] * 4, 0.0, 0.2)
+    a, b, c = (read_run(tmp_path / name) for name in "abc")
+    changes = {change.place: change for change in compare_runs(a, b).changes}
+    layer, group = "layer 6 (rank 1)", "transfers of tensor all-reduce of ranks 0-1"
+    assert changes.keys() == {layer, group, "waits for rank 2 in tensor all-reduce"}
+    assert changes[layer].relative == pytest.approx(0.1, abs=0.02)
+    assert changes[group].relative == pytest.approx(1.0, abs=0.05)
+    # If all layers of a rank are slower, that is a change of the rank and not of a layer.
+    assert not [change for change in compare_runs(a, c).changes if change.kind == "layer"]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -44,6 +44,8 @@ def _parser() -> CommandParser:
     add("--dtype", choices=types, help="type of the parameters; default: that of the folder")
     add("--mixed-precision", choices=("bf16", "fp16"), help="autocast; parameters keep their type")
     add("--recompute", choices=("all", "selective"), help="recompute activations, to save memory")
+    ways = ("auto", "record", "export")
+    add("--slicing", choices=ways, default="auto", help="see docs/reference/cutpoint.md (auto)")
     add("--seed", type=number(int, 0, 2**31 - 1), default=1, metavar="N", help="seed (1)")
     add("--checkpoints", **folder, help="folder of checkpoints; a second start continues from it")
     add("--save-interval", **amount, help="steps between checkpoints; default: only at the end")

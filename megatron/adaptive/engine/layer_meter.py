@@ -12,6 +12,7 @@ repeated during the backward pass (activation recomputation) are not counted. La
 model calls only parts, as with overlapped exchanges of experts' tokens, have no times.
 
 Times are added up over the microbatches of a step, so a trace has a few numbers per layer and step.
+For timelines it also has start and end of each layer's first forward and backward pass in the step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from megatron.core.utils import get_model_config
 _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 MOST_LAYERS = 64
 """Maximum number of measured layers of a rank, so that a step's times have at most 3 KB."""
+
+MOST_DRAWN = 32
+"""Maximum number of layers of a rank whose first passes have their start and end in the trace."""
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -45,6 +49,7 @@ class LayerMeter:
         self._numbers: list[int] = []
         self._marks: list[tuple[int, int, Any, Any]] = []  # layer's index, pass, start, end
         self._begun: dict[int, tuple[Any, torch.Tensor | None]] = {}
+        self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
         for chunk in chunks:
             num_layers = int(get_model_config(chunk).num_layers)
             for name, layer in chunk.named_modules():
@@ -71,15 +76,33 @@ class LayerMeter:
         if self._marks:
             self._clock.wait(self._marks[-1][3])
         sums: dict[int, list[int]] = {}
+        self._first_passes = {}
         for index, kind, start, end in self._marks:
             row = sums.setdefault(index, [0, 0, 0])
-            row[kind] += self._clock.resolve_ns(end) - self._clock.resolve_ns(start)
+            start_ns = self._clock.resolve_ns(start)
+            end_ns = self._clock.resolve_ns(end)
+            self._first_passes.setdefault((index, kind), (start_ns, end_ns))
+            row[kind] += end_ns - start_ns
             row[2] += kind == _FORWARD
         self._marks = []
         self._is_traced = False
         return [
             (self._numbers[index], forward_ns, backward_ns, count)
             for index, (forward_ns, backward_ns, count) in sorted(sums.items())
+        ]
+
+    def passes(self) -> list[tuple[int, int, int, int]]:
+        """Returns the first passes of some layers in the step of the last call of :meth:`rows`.
+
+        Returns:
+            Rows of index of the layer in the model, 0 for a forward or 1 for a backward pass, start
+            and end in ns. If there are many layers, those of an evenly spaced sample.
+        """
+        every = max(1, -(-len(self._numbers) // MOST_DRAWN))
+        return [
+            (self._numbers[index], kind, start_ns, end_ns)
+            for (index, kind), (start_ns, end_ns) in sorted(self._first_passes.items())
+            if index % every == 0
         ]
 
     def _attach(self, layer: torch.nn.Module, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Job:
             since the job began.
         leases: Rights to write checkpoint folders, by path. They are given up at the end of the
             job.
+        launcher: Number of the process that launched this one, ``None`` if no launcher did.
     """
 
     environment: Environment
@@ -132,6 +134,7 @@ class Job:
     groups_before: tuple[Any, ...] = ()
     groups: list[Any] = field(default_factory=list)
     leases: dict[Path, Lease] = field(default_factory=dict)
+    launcher: int | None = None
 
     @property
     def rank(self) -> int:
@@ -175,6 +178,18 @@ class Job:
         Groups made later belong to the user, and :meth:`close` keeps them.
         """
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
+
+    def check_launcher(self) -> None:
+        """Checks that the launcher of this process is alive.
+
+        Raises:
+            PeerLostError: If it has ended. Nobody would end this process if another rank failed.
+        """
+        if self.launcher not in (None, os.getppid()):
+            raise PeerLostError(
+                f"rank {self.rank}: its launcher (pid {self.launcher}) has ended without ending its"
+                " ranks, so this process ends: start the job again"
+            )
 
     def end_leases(self) -> None:
         """Gives up the rights to write folders. Idempotent."""

@@ -176,7 +176,7 @@ class Tracing:
             if self.experts is not None and (tokens := self.experts.tokens()):
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
             if self.layers is not None:
-                self.recorder.add_layers(self.layers.rows())
+                self.recorder.add_layers(self.layers.rows(), self.layers.passes())
             if self.collectives is not None:
                 self.recorder.add_collectives(self.collectives.rows())
             if self._counters is not None:

@@ -42,7 +42,6 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -64,6 +63,7 @@ from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt import grouped_experts
 from megatron.adaptive.gpt.attention import LocalAttention
+from megatron.adaptive.gpt.core_releases import forget_balancing_losses
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
@@ -378,8 +378,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
     """
-    # Clear the global tracker, which may still have the layer count of an earlier model.
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_balancing_losses()  # they may still have the layer count of an earlier model
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from megatron.core import parallel_state, utils
+from megatron.core.transformer.moe import moe_utils
 
 
 def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
@@ -33,3 +36,37 @@ def number_in_model(layer: Any) -> int:
     before = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
     number: int = before + layer.layer_number
     return number
+
+
+def balancing_losses() -> Mapping[str, torch.Tensor]:
+    """Returns the losses that balance experts, summed since they were last reset.
+
+    Returns:
+        Mapping from megatron-core's name of a loss to a value per layer ``[layers]``.
+    """
+    tracker = _balancing_tracker()
+    if isinstance(tracker, dict):
+        return {name: entry["values"] for name, entry in tracker.items()}
+    return {name: entry.values for name, entry in tracker.metrics.items()}
+
+
+def reset_balancing_losses() -> None:
+    """Sets the losses that balance experts to zero."""
+    for values in balancing_losses().values():
+        values.zero_()
+
+
+def forget_balancing_losses() -> None:
+    """Removes the losses that balance experts, which have the number of layers of their model."""
+    tracker = _balancing_tracker()
+    (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
+
+
+def _balancing_tracker() -> Any:
+    """Returns megatron-core's global tracker of losses that balance experts.
+
+    It is a dictionary until 0.17. From 0.18 on it is an object, and the function for the dictionary
+    returns a copy, with a warning.
+    """
+    make = getattr(moe_utils, "get_moe_metrics_tracker", None)
+    return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

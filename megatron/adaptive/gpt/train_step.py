@@ -10,15 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.adaptive.config.megatron_core_flags import CoreConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
+from megatron.adaptive.gpt.core_releases import balancing_losses, reset_balancing_losses
 from megatron.adaptive.gpt.forward import (
     LOSS_NAME,
     TOKEN_NAME,
@@ -344,11 +341,11 @@ class Step:
         core = run.core
         num_layers = core.num_layers + (core.mtp_num_layers or 0)
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
-        tracker = get_moe_layer_wise_logging_tracker()
+        recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in tracker:  # not in the tracker on stages without experts
-                sums[row] = tracker[name]["values"]
-        clear_aux_losses_tracker()
+            if name in recorded:  # stages without experts record none
+                sums[row] = recorded[name]
+        reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
         if not num_microbatches:
             return {}, {}

@@ -179,7 +179,7 @@ class Assembly:
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
-        sample_work: Counted work of each stage for each signature of the sample batch.
+        sample_work: Counted work of each segment for each signature of the sample batch.
     """
 
     cut_points: tuple[str, ...]
@@ -223,7 +223,8 @@ def assemble(
     def measured() -> tuple[float, ...]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        if request.partition or weights:
+        # A single stage contains all segments, whatever they cost.
+        if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ())
         return _segment_seconds(request, examples)
 
@@ -233,8 +234,8 @@ def assemble(
     if request.partition is not None:
         partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
-        check_weights(weights, num_segments)
-        partition = balanced(weights, placement.num_stages)
+        check_weights(weights or None, num_segments)
+        partition = balanced(weights or [1.0] * num_segments, placement.num_stages)
     return _keep_part(request, examples, partition, weights, mesh, placement)
 
 

@@ -14,6 +14,7 @@ because two ranks that decide differently would lose microbatches, or train them
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -24,8 +25,15 @@ import torch.distributed as dist
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature
+from megatron.adaptive.modules.cutting import balanced
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.schedule.content_costs import ContentCosts, Numbers, products_of, squares_of
+from megatron.adaptive.schedule.content_costs import (
+    ContentCosts,
+    Numbers,
+    StageFit,
+    products_of,
+    squares_of,
+)
 from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import order_by_cost
@@ -37,6 +45,15 @@ Dealing = Literal["turns", "work", "time"]
 
 _REFIT_STEPS = 8
 """Number of steps at the start after each of which costs are fitted; later, steps between fits."""
+_ADVISED_AFTER = 2 * _REFIT_STEPS
+"""Number of measured steps after which a better partition is reported, if there is one."""
+_WORTH = 0.1
+"""Minimum relative reduction of the largest stage for reporting a better partition."""
+_LEAST_COST = 0.02
+"""Cost that dealing adds to each microbatch, relative to the mean.
+
+Without it, all microbatches with a predicted cost of 0 would go to the same replica.
+"""
 _DIGEST_BYTES = 6
 """Size of a digest, which a floating-point number of 64 bits must hold exactly."""
 
@@ -143,7 +160,8 @@ def digest_of(parts: Iterable[object]) -> int:
         for name in sorted(part):
             tensor = part[name]
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            if tensor.device.type == "cpu" and not tensor.dtype.is_floating_point:
+            is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+            if tensor.device.type == "cpu" and is_whole:
                 digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little") or 1
 
@@ -158,7 +176,8 @@ class ContentBalance:
         dealing: Way to distribute microbatches over replicas.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
-        sample_work: Counted work of each stage for each signature of the sample batch.
+        partition: Number of segments in each stage.
+        sample_work: Counted work of each segment for each signature of the sample batch.
         group: Number by which each replica's number of microbatches must be divisible.
         least: Minimum number of microbatches per replica.
 
@@ -173,6 +192,7 @@ class ContentBalance:
         dealing: Dealing,
         mesh: Mesh,
         placement: Placement,
+        partition: Sequence[int],
         sample_work: Mapping[Signature, Sequence[float]],
         group: int = 1,
         least: int = 1,
@@ -180,14 +200,14 @@ class ContentBalance:
         self._order = order
         self._dealing = dealing
         self._mesh = mesh
-        self._placement = placement
+        self._partition = tuple(partition)
         self._group = group
         self._least = least
         self.is_on = order != "given" or dealing != "turns"
         self._is_timed = "time" in (order, dealing)
         self._content = Content(sample_work)
         count = len(self._content.labels)
-        self._work = self._fitted(sample_work)
+        self._segments = self._fitted(sample_work)
         self._times = ContentCosts(placement, count)
         self._steps = self._fits = 0
         self._rows: list[Numbers] = []
@@ -197,15 +217,16 @@ class ContentBalance:
         if self.is_on:
             self._positions = mesh.gather((mesh.dp_rank, mesh.pp_rank))
 
-    def _fitted(self, sample_work: Mapping[Signature, Sequence[float]]) -> ContentCosts:
-        """Returns costs that are fitted to the counted work of the sample's recordings."""
+    def _fitted(self, sample_work: Mapping[Signature, Sequence[float]]) -> list[StageFit]:
+        """Returns a fit of each segment's counted work in the sample's recordings."""
         rows = [self._content.numbers_of(signature) for signature in sample_work]
-        costs = ContentCosts(self._placement, len(rows[0]))
-        for stage, fit in enumerate(costs.stages):
-            of_stage = [work[stage] for work in sample_work.values()]
-            fit.add(squares_of(rows), products_of(rows, of_stage))
-        costs.fit()
-        return costs
+        fits = []
+        for of_segment in zip(*sample_work.values(), strict=True):
+            fit = StageFit(len(rows[0]))
+            fit.add(squares_of(rows), products_of(rows, of_segment))
+            fit.fit()
+            fits.append(fit)
+        return fits
 
     @property
     def seconds(self) -> list[dict[str, float]]:
@@ -218,9 +239,20 @@ class ContentBalance:
             return []
         return [dict(zip(labels, fit.factors, strict=True)) for fit in self._times.stages]
 
-    def _costs(self, rule: str) -> ContentCosts:
-        """Returns the costs in use under a rule; before the first fit these are counted work."""
-        return self._times if rule == "time" and self._fits else self._work
+    @property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Returns the mean time of each segment for the microbatches of the steps so far.
+
+        Empty before the first fit.
+        """
+        return self._times.segment_costs(self._partition, self._segments) if self._fits else ()
+
+    def _cost(self, rule: str, microbatch: Microbatch) -> float:
+        """Returns the cost of a microbatch under a rule; before the first fit, counted work."""
+        numbers = self._content.numbers(microbatch)
+        if rule == "time" and self._fits:
+            return self._times.cost(numbers)
+        return sum(fit.cost(numbers) for fit in self._segments)
 
     def order_of(self, microbatches: Sequence[Microbatch], work: Sequence[float]) -> list[int]:
         """Returns the indices of a replica's microbatches in the order to run them.
@@ -232,7 +264,7 @@ class ContentBalance:
         if self._order == "given":
             return list(range(len(microbatches)))
         if self._order == "time" and self._fits:
-            work = [self._times.cost(self._content.numbers(part)) for part in microbatches]
+            work = [self._cost("time", part) for part in microbatches]
         return order_by_cost(work, self._mesh.pipeline_size)
 
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
@@ -256,8 +288,9 @@ class ContentBalance:
                 f" least {self._least * replicas}"
                 + (f", and a multiple of {self._group}" if self._group > 1 else "")
             )
-        costs = self._costs(self._dealing)
-        each = [costs.cost(self._content.numbers(part)) for part in batch]
+        each = [self._cost(self._dealing, part) for part in batch]
+        least_cost = _LEAST_COST * sum(each) / len(each)
+        each = [cost + least_cost for cost in each]
         dealt = deal([each] * replicas, group=self._group, least=self._least)
         return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
 
@@ -364,6 +397,33 @@ class ContentBalance:
         if added <= _REFIT_STEPS or added % _REFIT_STEPS == 0:
             self._times.fit()
             self._fits += 1
+        if added == _ADVISED_AFTER:
+            self._advise()
+
+    def _advise(self) -> None:
+        """Prints a line on the first rank if another partition suits the content much better."""
+        seconds = self.segment_seconds
+        partition = balanced(seconds, len(self._partition))
+        largest, least = (_largest(seconds, each) for each in (self._partition, partition))
+        if self._mesh.rank == 0 and least < (1 - _WORTH) * largest:
+            print(
+                f"partition {partition_text(partition)} would make the largest stage"
+                f" {100 * (1 - least / largest):.0f}% shorter than"
+                f" {partition_text(self._partition)} for the microbatches of the last steps: give"
+                " it as partition at the next start, or pipeline.segment_seconds as weights",
+                flush=True,
+            )
+
+
+def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
+    """Returns the time of the largest stage of a partition, from the times of the segments."""
+    costs = iter(seconds)
+    return max(sum(itertools.islice(costs, size)) for size in partition)
+
+
+def partition_text(partition: Sequence[int]) -> str:
+    """Returns a partition as text, such as ``3-4-5``."""
+    return "-".join(map(str, partition))
 
 
 def check_rules(order: str, dealing: str) -> None:

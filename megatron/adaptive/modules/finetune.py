@@ -17,6 +17,7 @@ import torch
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
+from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, load_processor, num_learned
 
 
@@ -41,6 +42,7 @@ class FineTuning:
         dtype: Name of the parameters' type, such as ``bfloat16``; ``None`` for that of the folder.
         mixed_precision: ``bf16`` or ``fp16`` for autocast, ``None`` for none.
         recompute: Calls that the backward pass runs again, as for :class:`Pipeline`.
+        slicing: Method of recording the forward pass, as for :class:`Pipeline`.
         seed: Seed of the order of samples, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
             save none.
@@ -65,6 +67,7 @@ class FineTuning:
     dtype: str | None = None
     mixed_precision: Literal["bf16", "fp16"] | None = None
     recompute: Literal["all", "selective"] | None = None
+    slicing: Slicing = "auto"
     seed: int = 1
     checkpoints: Path | None = None
     save_interval: int | None = None
@@ -143,6 +146,7 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         schedule=settings.schedule,
         mixed_precision=settings.mixed_precision,
         recompute=settings.recompute,
+        slicing=settings.slicing,
         seed=settings.seed,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:

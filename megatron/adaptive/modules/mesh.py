@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,7 @@ def join_job(timeout_s: float) -> Job:
         timeout=timeout,
         owns_process_group=owns,
         groups_before=before,
+        launcher=os.getppid() if environment.has_agent_store else None,
     )
     return dataclasses.replace(job, places=job.gather(here(0)))
 

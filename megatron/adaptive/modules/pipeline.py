@@ -167,8 +167,8 @@ class Pipeline:
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        order: Index in the batch of each microbatch of the last step, in the order in which they
-            ran.
+        last_order: Index in the batch of each microbatch of the last step, in the order in which
+            they ran.
         times: Times of this process in the last step: computing, waiting and so on.
 
     Raises:
@@ -299,7 +299,7 @@ class Pipeline:
         self.model = request.model
         self._source_folder: Path | None = None
         self.grad_norm = self.loss = 0.0
-        self.order: tuple[int, ...] = ()
+        self.last_order: tuple[int, ...] = ()
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
@@ -414,6 +414,15 @@ class Pipeline:
         return self._maker.balance.seconds
 
     @property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Returns the measured time of each segment, a mean over the last steps' microbatches.
+
+        Give it as ``weights`` at the next start, so that the partition suits the content that is
+        trained. It is empty until times are fitted, as ``costs``.
+        """
+        return self._maker.balance.segment_seconds
+
+    @property
     def loss_scale(self) -> float:
         """Returns the factor that scales the loss for the backward pass; 1 except in fp16."""
         return self._update.scale
@@ -487,7 +496,7 @@ class Pipeline:
         for parameter in self._update.parameters.values():
             parameter.grad = None
         self._maker.balance.begin(work.microbatches)
-        self.order = tuple(work.order)
+        self.last_order = tuple(work.order)
         losses = self._run(work, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce(spares_unused=work.is_listed)
@@ -535,6 +544,7 @@ class Pipeline:
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
         """
+        self._mesh.check_launcher()
         forward_only = scale is None
         executor = self._wiring.executor
         programs = [chunks.programs(forward_only=forward_only) for chunks in work.programs]

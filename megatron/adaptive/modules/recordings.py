@@ -211,10 +211,9 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the counted work of each stage for a microbatch, in training if recorded."""
-        mode: Mode = "training" if "training" in self.plans_by_mode else "evaluation"
-        tape = self.forwards.tapes[mode]
-        return tuple(stage_work(tape, plan) for plan in self.plans_by_mode[mode])
+        """Returns the counted work of each segment for a microbatch, in training if recorded."""
+        mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
+        return segment_work(self.forwards.tapes[mode])
 
     @property
     def largest_message(self) -> int:
@@ -278,8 +277,8 @@ def activation_bytes(tape: Tape) -> int:
     )
 
 
-def stage_work(tape: Tape, plan: StagePlan) -> float:
-    """Returns the multiplications of a stage in forward and backward for one microbatch.
+def segment_work(tape: Tape) -> tuple[float, ...]:
+    """Returns the multiplications of each segment in forward and backward for one microbatch.
 
     This is a cost of the microbatch that is the same in every run. A matrix product, convolution or
     attention counts its multiplications. Any other call counts its results as if each took a fixed
@@ -287,9 +286,11 @@ def stage_work(tape: Tape, plan: StagePlan) -> float:
 
     Args:
         tape: Recorded forward pass.
-        plan: Calls of the stage.
     """
-    return sum(_work(tape, tape.calls[number]) for number in plan.calls)
+    work = [0.0] * tape.num_segments
+    for call in tape.calls:
+        work[call.segment] += _work(tape, call)
+    return tuple(work)
 
 
 def _work(tape: Tape, call: Call) -> float:

@@ -155,6 +155,7 @@ class StepMaker:
             dealing=request.dealing,
             mesh=mesh,
             placement=placement,
+            partition=assembly.partition,
             sample_work=assembly.sample_work,
             group=group,
             least=max(group, spec.microbatches_per_rank * mesh.pipeline_size),

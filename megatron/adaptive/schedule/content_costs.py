@@ -13,6 +13,7 @@ same sums, with Python floats in a fixed order of operations. So they get the sa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -84,9 +85,10 @@ class StageFit:
     def fit(self) -> None:
         """Sets the factors to values that fit the sums best.
 
-        Each factor in turn gets its best value that is not negative, with the others fixed. If
-        numbers always grow together, such as those of ``input_ids`` and ``labels``, the first of
-        them gets the whole cost.
+        At first all numbers explain the same share of the cost. Then each factor in turn gets its
+        best value that is not negative, with the others fixed. So numbers that always grow
+        together, such as those of ``input_ids`` and ``labels``, share the cost. If one microbatch
+        is all that is known, each of its numbers explains a part of the cost.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -99,7 +101,7 @@ class StageFit:
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
         target = [self._products[index] / scales[index] for index in used]
-        solution = [0.0] * len(used)
+        solution = [max(0.0, each) / len(used) for each in target]
         for _ in range(_SWEEPS):
             for index, row in enumerate(rows):
                 predicted = sum(a * b for a, b in zip(row, solution, strict=True))
@@ -107,6 +109,19 @@ class StageFit:
         self.factors = [0.0] * count
         for index, value in zip(used, solution, strict=True):
             self.factors[index] = value / scales[index]
+
+    @property
+    def mean_cost(self) -> float:
+        """Returns the mean cost of the microbatches in the sums, whose last number is always 1."""
+        return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
+
+    @property
+    def mean_numbers(self) -> Numbers:
+        """Returns the mean numbers of the microbatches in the sums, whose last one is always 1."""
+        count = len(self.factors)
+        # Each row of the upper triangle ends with the products by the last number.
+        ends = itertools.accumulate(range(count, 0, -1))
+        return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
 
 
 class ContentCosts:
@@ -118,12 +133,13 @@ class ContentCosts:
 
     Attributes:
         stages: Fit of each stage.
+        count: Number of numbers that describe the content of a microbatch.
         num_sums: Number of sums that a rank measures in a step.
     """
 
     def __init__(self, placement: Placement, count: int) -> None:
         self._placement = placement
-        self._count = count
+        self.count = count
         self._num_squares = count * (count + 1) // 2
         self.num_sums = self._num_squares + placement.num_chunks * count
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
@@ -131,6 +147,26 @@ class ContentCosts:
     def cost(self, numbers: Numbers) -> float:
         """Returns the predicted cost of a microbatch on all stages together."""
         return sum(stage.cost(numbers) for stage in self.stages)
+
+    def segment_costs(
+        self, partition: Sequence[int], segments: Sequence[StageFit]
+    ) -> tuple[float, ...]:
+        """Returns the mean cost of each segment for the content of the steps so far.
+
+        The mean cost of a stage is divided among its segments by their predicted work.
+
+        Args:
+            partition: Number of segments in each stage.
+            segments: Fit of each segment's work.
+        """
+        costs: list[float] = []
+        for stage, size in zip(self.stages, partition, strict=True):
+            members = segments[len(costs) : len(costs) + size]
+            work = [fit.cost(stage.mean_numbers) for fit in members]
+            total = sum(work)
+            shares = [each / total for each in work] if total else [1 / size] * size
+            costs += [stage.mean_cost * share for share in shares]
+        return tuple(costs)
 
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
@@ -158,10 +194,10 @@ class ContentCosts:
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):
             rank, chunk = self._placement.locate(stage)
-            start = self._num_squares + chunk * self._count
+            start = self._num_squares + chunk * self.count
             parts = [sums_at[replica, rank] for replica in replicas]
             squares = zip(*(part[: self._num_squares] for part in parts), strict=True)
-            products = zip(*(part[start : start + self._count] for part in parts), strict=True)
+            products = zip(*(part[start : start + self.count] for part in parts), strict=True)
             fit.add(list(map(sum, squares)), list(map(sum, products)))
 
     def fit(self) -> None:

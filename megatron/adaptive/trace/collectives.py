@@ -78,6 +78,15 @@ class JoinedCollectives:
         is_last = np.arange(len(self.ranks)) == self.start_ns.argmax(axis=1)[:, None]
         return np.where(is_last, gap_ns[:, None], 0.0)
 
+    def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
+        """Returns ``[iterations, ...]``, the time of all collectives of each iteration in ns.
+
+        Args:
+            times_ns: ``[collectives, ...]``, time of each of these collectives in ns.
+        """
+        means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
+        return np.array(means, dtype=np.float64) * self.per_step
+
     @property
     def name(self) -> str:
         """Name of the collectives for users: kind of the group and operation."""

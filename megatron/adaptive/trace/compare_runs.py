@@ -8,6 +8,9 @@ change of some percent is a number that adds up::
 Changes are picked one after another, first the one that explains most. So a rank on which all kinds
 of action became slower is one change and not three. Links and readers of data are compared one by
 one.
+
+If both runs have them (``--trace-detail``), layers and collectives are compared too: a layer with
+the other layers of its ranks, the transfers of each process group, and the waits for each rank.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ OF_STEP = 0.002
 RANKS_DIFFER = 0.008
 """Standard deviation by which the speed of a rank differs between two equal runs, as a fraction."""
 
+FEWEST_LAYERS = 3
+"""Minimum number of layers of a rank to compare one of them with the others."""
+
 MOST_CHANGES = 20
 """Maximum number of changes of computing time in a comparison."""
 
@@ -61,11 +67,15 @@ class Change:
 
     Attributes:
         kind: Kind of change: ``everything``, ``action`` (a kind of action on all ranks),
-            ``rank``, ``stage``, ``action on rank``, ``link`` or ``data``.
+            ``rank``, ``stage``, ``action on rank``, ``link``, ``data``, ``layer``, ``transfers``
+            (of a process group's collectives) or ``waits`` (of other ranks for a rank).
         ranks: Affected global ranks; for a link, the sender and the receiver.
         stages: Affected pipeline stages.
         action: Kind of action (F, B or W); empty if all kinds are affected.
-        before_ms: Time in ms in the first run: of a microbatch, a message or a read.
+        layer: Index of the layer in the model, -1 for none.
+        collective: Kind of group and operation; empty if the change concerns no collectives.
+        before_ms: Time in ms in the first run: of a microbatch, a message, a read, or of a step's
+            passes of a layer, transfers or waits.
         after_ms: The same time in the second run.
         confidence: Probability that the change is not a random effect, 0.5 to 0.99.
     """
@@ -74,6 +84,8 @@ class Change:
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     action: str = ""
+    layer: int = -1
+    collective: str = ""
     before_ms: float
     after_ms: float
     confidence: float
@@ -93,6 +105,13 @@ class Change:
         rank = f"rank {self.ranks[0]}"
         if self.kind == "data":
             return f"reading of data on {rank}"
+        if self.kind == "layer":
+            ranks = f"rank{'s' * (len(self.ranks) != 1)} {describe_numbers(self.ranks)}"
+            return f"layer {self.layer} ({ranks})"
+        if self.kind == "transfers":
+            return f"transfers of {self.collective} of ranks {describe_numbers(self.ranks)}"
+        if self.kind == "waits":
+            return f"waits for {rank} in {self.collective}"
         if self.kind == "action":
             return f"{self.action} on all ranks"
         stages = f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
@@ -188,7 +207,13 @@ def compare_runs(
                 f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
                 " more after the first"
             )
-    changes = [*_computing(first, second), *_links(first, second), *_data(first, second)]
+    changes = [
+        *_computing(first, second),
+        *_links(first, second),
+        *_data(first, second),
+        *_layers((before, after), (first, second)),
+        *_collectives(first, second),
+    ]
     _, error = _difference(np.log(first.step_ns), np.log(second.step_ns))
     return Comparison(
         changes=tuple(sorted(changes, key=lambda change: -abs(change.relative))),
@@ -367,6 +392,108 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
                 after_ms=float(np.median(after)) / 1e6,
                 confidence=certainty,
             )
+
+
+def _layers(
+    runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
+) -> Iterator[Change]:
+    """Finds layers whose time changed in another proportion than that of other layers there."""
+    times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for layer in sorted(times[0].keys() & times[1].keys()):
+        if times[0][layer].ranks == times[1][layer].ranks:
+            by_ranks.setdefault(times[0][layer].ranks, []).append(layer)
+    for ranks, layers in by_ranks.items():
+        if len(layers) < FEWEST_LAYERS:
+            continue
+        series = [np.log([of_run[layer].step_ns for layer in layers]).T for of_run in times]
+        change, error = _difference(*series)
+        error = np.hypot(np.maximum(error, np.median(error)), RANKS_DIFFER)
+        rest = change - np.median(change)
+        for number, layer in enumerate(layers):
+            before_ns, after_ns = (float(np.median(of_run[layer].step_ns)) for of_run in times)
+            is_far = abs(rest[number]) >= max(LEAST, SURE * error[number])
+            if is_far and abs(after_ns - before_ns) >= OF_STEP * measured[0].step:
+                first = measured[0]
+                stages = {stage for rank in ranks for stage in first.stages[first.column[rank]]}
+                yield Change(
+                    kind="layer",
+                    ranks=ranks,
+                    stages=tuple(sorted(stages)),
+                    layer=layer,
+                    before_ms=before_ns / 1e6,
+                    after_ms=after_ns / 1e6,
+                    confidence=chance(float(abs(rest[number]) / error[number]) - SURE / 2),
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerTimes:
+    """Holds the times of a layer.
+
+    Attributes:
+        ranks: Global ranks that have the layer.
+        step_ns: ``[iterations]``, time in ns of all its passes, mean over the ranks.
+    """
+
+    ranks: tuple[int, ...]
+    step_ns: Floats
+
+
+def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
+    """Returns the times of the layers that have them in all iterations."""
+    times: dict[int, dict[int, list[int]]] = {}
+    for rank in sorted(run.ranks):
+        for iteration in m.iterations.tolist():
+            for layer, forward_ns, backward_ns, _ in run.ranks[rank].layers(iteration):
+                of_rank = times.setdefault(layer, {}).setdefault(rank, [])
+                of_rank.append(forward_ns + backward_ns)
+    return {
+        layer: _LayerTimes(tuple(by_rank), np.array(list(by_rank.values())).mean(axis=0))
+        for layer, by_rank in times.items()
+        if all(len(of_rank) == len(m.iterations) for of_rank in by_rank.values())
+        and all(min(of_rank) > 0 for of_rank in by_rank.values())
+    }
+
+
+def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
+    """Finds groups whose transfers changed, and ranks for which others wait more or less long."""
+    groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
+    for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
+        of_runs = [of_run[name, ranks] for of_run in groups]
+        crosses = len({first.headers[first.column[rank]].clock for rank in ranks}) > 1
+        clocks_ns = (first.clock_error_ns + second.clock_error_ns) * crosses
+        clocks_ns *= of_runs[0].per_step
+        stages = {stage for rank in ranks for stage in first.stages[first.column[rank]]}
+        before, after = (of.per_step_ns(of.transfer_ns.min(axis=1)) for of in of_runs)
+        if (sure := _is_changed(before, after, first.step, clocks_ns)) is not None:
+            yield Change(
+                kind="transfers",
+                ranks=ranks,
+                stages=tuple(sorted(stages)),
+                collective=name,
+                before_ms=_median_ms(before),
+                after_ms=_median_ms(after),
+                confidence=sure,
+            )
+        waits = [of.per_step_ns(of.held_up_ns) for of in of_runs]
+        for column, rank in enumerate(ranks):
+            before, after = (of_run[:, column] for of_run in waits)
+            if (sure := _is_changed(before, after, first.step, clocks_ns)) is not None:
+                yield Change(
+                    kind="waits",
+                    ranks=(rank,),
+                    stages=first.stages[first.column[rank]],
+                    collective=name,
+                    before_ms=_median_ms(before),
+                    after_ms=_median_ms(after),
+                    confidence=sure,
+                )
+
+
+def _median_ms(times_ns: Floats) -> float:
+    """Returns the median in ms, at least a microsecond, so that its change is a ratio."""
+    return max(float(np.median(times_ns)) / 1e6, 1e-3)
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -113,6 +113,11 @@ class RankTrace:
         """Returns the rows of an iteration's layers, see ``IterationStart``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
+
+    def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Returns first passes of layers with times on the run's clock, see ``IterationStart``."""
+        blocks = self._blocks.get(iteration)
+        return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
     def collectives(self, iteration: int) -> tuple[GroupCollectives, ...]:
         """Returns an iteration's collectives with times on the run's clock; empty if unknown."""
@@ -442,10 +447,16 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
 
 def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
     """Converts the times of collectives to the run's common clock."""
-    times = np.array([row[2:] for row in group.kept], dtype=np.int64).reshape(-1, 2)
+    return replace(group, kept=_rows_on_clock(group.kept, fit))
+
+
+def _rows_on_clock(
+    rows: Sequence[tuple[int, int, int, int]], fit: ClockFit
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Converts start and end, the last two numbers of each row, to the run's common clock."""
+    times = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
     moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()
-    kept = tuple(
-        (number, of, start_ns, max(start_ns, end_ns))
-        for (number, of, _, _), (start_ns, end_ns) in zip(group.kept, moved, strict=True)
+    return tuple(
+        (first, second, start_ns, max(start_ns, end_ns))
+        for (first, second, _, _), (start_ns, end_ns) in zip(rows, moved, strict=True)
     )
-    return replace(group, kept=kept)

@@ -159,14 +159,18 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._begun is not None:
             self._begun = replace(self._begun, machine=counts)
 
-    def add_layers(self, rows: Sequence[Sequence[int]]) -> None:
+    def add_layers(
+        self, rows: Sequence[Sequence[int]], passes: Sequence[tuple[int, int, int, int]] = ()
+    ) -> None:
         """Adds the times of the rank's layers in this iteration.
 
         Args:
             rows: A row per layer, as in ``IterationStart.layers``.
+            passes: First passes of layers, as in ``IterationStart.layer_passes``.
         """
         if self._begun is not None:
-            self._begun = replace(self._begun, layers=tuple(tuple(row) for row in rows))
+            layers = tuple(tuple(row) for row in rows)
+            self._begun = replace(self._begun, layers=layers, layer_passes=tuple(passes))
 
     def add_collectives(self, groups: Sequence[GroupCollectives]) -> None:
         """Adds the collectives of the rank's process groups in this iteration."""

@@ -338,6 +338,9 @@ class IterationStart:
             A missing counter is 0, or unknown on this machine; empty if nothing was counted.
         layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
             all forward passes, of all backward passes, and number of forward passes.
+        layer_passes: First passes of layers in the iteration, a row each: index of the layer in the
+            model, 0 for a forward or 1 for a backward pass, start and end in ns on the rank's
+            monotonic clock. The file has start and duration, relative to the iteration's start.
         collectives: Collectives of the rank's process groups, an entry per group.
     """
 
@@ -352,6 +355,7 @@ class IterationStart:
     lengths: Lengths = ()
     machine: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[tuple[int, ...], ...] = ()
+    layer_passes: tuple[tuple[int, int, int, int], ...] = ()
     collectives: tuple[GroupCollectives, ...] = ()
 
     def count(self, kind: str) -> int:
@@ -532,6 +536,11 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record["machine"] = dict(marker.machine)
     if marker.layers:
         record["layers"] = marker.layers
+    if marker.layer_passes:
+        record["layer_passes"] = [
+            (layer, kind, start - start_ns, end - start)
+            for layer, kind, start, end in marker.layer_passes
+        ]
     if marker.collectives:
         record["collectives"] = [group.to_record(start_ns) for group in marker.collectives]
     return f"{json.dumps(record)}\n{spans}"
@@ -585,6 +594,12 @@ def parse_line(
                 lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
                 machine=_value(record, "machine", "counters", origin, {}),
                 layers=tuple(map(tuple, _value(record, "layers", "layers", origin, []))),
+                layer_passes=tuple(
+                    (layer, kind, start_ns + start, start_ns + start + duration)
+                    for layer, kind, start, duration in _value(
+                        record, "layer_passes", "passes", origin, []
+                    )
+                ),
                 collectives=tuple(GroupCollectives.from_record(of, start_ns) for of in groups),
             )
     if "clock_samples" in record:
@@ -717,6 +732,20 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "layers": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
         "lists of four whole numbers from 0",
+    ),
+    "passes": (
+        lambda value: _is_list(
+            value,
+            lambda row: (
+                _is_list(row, _is_int)
+                and len(row) == 4
+                and row[1] in (0, 1)
+                and _is_count(row[0])
+                and _is_count(row[3])
+                and abs(row[2]) < 1 << 53
+            ),
+        ),
+        "lists of four whole numbers, the second 0 or 1",
     ),
     "collectives": (
         lambda value: _is_list(value, _is_group),

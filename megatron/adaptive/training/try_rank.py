@@ -11,6 +11,7 @@ adds the waits.
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import statistics
 import time
@@ -192,6 +193,8 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
+    # A rank of the job also holds the code of the trainer's loop.
+    importlib.import_module("megatron.adaptive.training.loop")
     gc.freeze()  # the trainer does so too, and collections decide when memory is freed
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0

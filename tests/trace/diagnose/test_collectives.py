@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,90 +11,15 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.collectives import collective_figures, join_collectives
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
 from megatron.adaptive.trace.read import read_run
+from tests.support.detailed_trace import NUMBER, Times, add_collectives
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
-
-STEP_MS = 10.0
-NUMBER = 20
-"""Number of collectives of a group in an iteration."""
-
-Times = Callable[[int, int], tuple[float, float]]
-"""Function of iteration and rank: delay of the arrival, and time of the transfer, in ms."""
 
 
 def diagnosed(folder: Path, kind: str, groups: list[tuple[int, ...]], times_ms: Times) -> Diagnosis:
     """Adds collectives to the traces of a made-up run of eight ranks, and diagnoses it."""
-    shape = SyntheticRun(num_ranks=4, replicas=2, iterations=16, rank_sigma=0.005)
-    write_synthetic(folder, shape)
-    numbers = random.Random(5)
-    lines = {path: path.read_text().splitlines() for path in folder.glob("trace_rank_*.jsonl")}
-    paths = {int(path.stem.rpartition("_")[2]): path for path in lines}
-    for members in groups:
-        for iteration in range(1, shape.iterations + 1):
-            arrivals = {rank: [] for rank in members}
-            ends = {rank: [] for rank in members}
-            for number in range(NUMBER):
-                begin_ns = number * 2_000_000
-                for rank in members:
-                    late_ms, _ = times_ms(iteration, rank)
-                    arrivals[rank].append(
-                        begin_ns + int((late_ms + numbers.uniform(0, 0.05)) * 1e6)
-                    )
-                last_ns = max(arrivals[rank][-1] for rank in members)
-                for rank in members:
-                    _, transfer_ms = times_ms(iteration, rank)
-                    ends[rank].append(last_ns + int(transfer_ms * numbers.uniform(0.9, 1.1) * 1e6))
-            first_ns = min(_start_ns(lines[paths[rank]], iteration) for rank in members)
-            for rank in members:
-                _add(
-                    lines[paths[rank]],
-                    iteration,
-                    kind,
-                    members,
-                    first_ns,
-                    arrivals[rank],
-                    ends[rank],
-                )
-    for path, text in lines.items():
-        path.write_text("\n".join(text) + "\n")
+    write_synthetic(folder, SyntheticRun(num_ranks=4, replicas=2, iterations=16, rank_sigma=0.005))
+    add_collectives(folder, kind, groups, times_ms)
     return diagnose(read_run(folder))
-
-
-def _is_marker(line: str, iteration: int) -> bool:
-    return line.startswith(f'{{"begin_iteration": {iteration},')
-
-
-def _start_ns(lines: list[str], iteration: int) -> int:
-    (line,) = (line for line in lines if _is_marker(line, iteration))
-    return int(json.loads(line)["start_ns"])
-
-
-def _add(
-    lines: list[str],
-    iteration: int,
-    kind: str,
-    members: tuple[int, ...],
-    first_ns: int,
-    starts_ns: list[int],
-    ends_ns: list[int],
-) -> None:
-    """Adds the collectives of a rank to the marker of an iteration."""
-    (index,) = (n for n, line in enumerate(lines) if _is_marker(line, iteration))
-    marker = json.loads(lines[index])
-    shift_ns = first_ns - marker["start_ns"]
-    kept = [
-        [number, 0, start + shift_ns, end - start]
-        for number, (start, end) in enumerate(zip(starts_ns, ends_ns, strict=True))
-    ]
-    group = {
-        "kind": kind,
-        "lowest_rank": min(members),
-        "size": len(members),
-        "operations": ["all-reduce"],
-        "totals": [[NUMBER, sum(row[3] for row in kept), NUMBER * 4096]],
-        "kept": kept,
-    }
-    marker.setdefault("collectives", []).append(group)
-    lines[index] = json.dumps(marker)
 
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -183,7 +106,7 @@ def test_damaged_collectives_are_named(tmp_path: Path, field: str, value: object
     diagnosed(tmp_path, "tensor", PAIRS[:1], lambda *_: (0.0, 0.1))
     path = tmp_path / "trace_rank_00000.jsonl"
     lines = path.read_text().splitlines()
-    (index,) = (n for n, line in enumerate(lines) if _is_marker(line, 3))
+    (index,) = (n for n, line in enumerate(lines) if line.startswith('{"begin_iteration": 3,'))
     marker = json.loads(lines[index])
     marker["collectives"][0][field] = value
     lines[index] = json.dumps(marker)

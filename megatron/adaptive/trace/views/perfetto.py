@@ -3,8 +3,10 @@
 In these viewers, each rank appears as a process, with threads for the step, computations,
 collectives, data, waits, inputs and sends. A flow (an arrow) leads from each send to the input at
 the receiver. The last thread shows the computations of the ideal step, in which no rank is slower
-than others. Counters show the size of the activations in bytes, the microbatches in flight and the
-queued inputs. Times are in microseconds on the run's common clock, and the first span starts at 0.
+than others. Layers and collectives that were measured are within the computations, and so are the
+collectives' waits and transfers. Counters show the size of the activations in bytes, the
+microbatches in flight and the queued inputs. Times are in microseconds on the run's common clock,
+and the first span starts at 0.
 
 The format has the following rules. Slices (drawn spans) of a thread must nest, so spans that
 overlap otherwise are on additional threads of the same name. The end of a flow is attached to the
@@ -21,12 +23,14 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.span_columns import Messages, TraceTable, match_messages
@@ -107,6 +111,7 @@ def perfetto_events(
     tables = {rank: run.ranks[rank].table(iterations) for rank in chosen_ranks}
     flows = _flows(match_messages(tables))
     ideal = ideal_steps(run, chosen_ranks, iterations) or {}
+    joined = join_collectives(run, iterations)
     for index, rank in enumerate(chosen_ranks):
         trace = run.ranks[rank]
         yield from _names_of(run, trace, index)
@@ -118,6 +123,9 @@ def perfetto_events(
                 for span in every
                 if span.action in kinds
             ]
+            if name == "compute":
+                slices += [*_layer_slices(trace, iterations), *_collective_slices(joined, rank)]
+                slices.sort(key=lambda entry: (entry[0].start_ns, -entry[0].end_ns))
             yield from _thread(rank, number, name, slices, origin_ns, flows)
         slices = [(span, _ideal(span, run.num_slices)) for span in _by_start(ideal.get(rank))]
         yield from _thread(rank, len(THREADS), _IDEAL, slices, origin_ns, flows)
@@ -167,7 +175,7 @@ def _within_limit(
             "nothing to write"
         )
     asked = len(chosen)
-    while len(chosen) > 1 and run.num_spans(chosen, ranks) > MAX_SPANS:
+    while len(chosen) > 1 and _num_slices(run, chosen, ranks) > MAX_SPANS:
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
@@ -175,6 +183,17 @@ def _within_limit(
             f"{MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
+
+
+def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> int:
+    """Returns the approximate number of slices of some ranks in some iterations."""
+    details = 0
+    for rank in ranks:
+        trace = run.ranks[rank]
+        for iteration in iterations:
+            details += len(trace.layer_passes(iteration))
+            details += sum(3 * len(group.kept) for group in trace.collectives(iteration))
+    return run.num_spans(iterations, ranks) + details
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
@@ -386,3 +405,70 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
                 last[name] = value
                 position = {"pid": rank + 1, "tid": _tid(rank, 0), "ts": time}
                 yield {"name": name, "ph": "C", **position, "args": {unit: value}}
+
+
+Slice = tuple[Span, Event]
+"""A time span, and the name, category and arguments with which viewers show it."""
+
+_PASSES = ("forward", "backward")
+
+
+def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice]:
+    """Yields the passes of a rank's layers that have a start and an end.
+
+    Args:
+        trace: Trace of the rank.
+        iterations: Numbers of the iterations.
+    """
+    for iteration in iterations:
+        for kind, name in enumerate(_PASSES):
+            passes = [row for row in trace.layer_passes(iteration) if row[1] == kind]
+            passes.sort(key=lambda row: row[2])
+            ends_ns = [row[3] for row in passes]
+            # The backward pass of a layer begins a little before the one of the next layer ends.
+            for index, (row, following) in enumerate(pairwise(passes)):
+                if row[2] < following[2] < ends_ns[index] < following[3]:
+                    ends_ns[index] = following[2]
+            for (layer, _, start_ns, _), end_ns in zip(passes, ends_ns, strict=True):
+                arguments = {"iteration": iteration, "layer": layer}
+                event = {"name": f"layer {layer}", "cat": f"layer {name}", "args": arguments}
+                yield _detail("layer", iteration, start_ns, end_ns), event
+
+
+def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
+    """Yields a rank's collectives whose times all members kept, each with its wait and transfer.
+
+    Args:
+        joined: Collectives of all groups, from ``join_collectives``.
+        rank: Global rank.
+    """
+    for group in joined:
+        if rank not in group.ranks:
+            continue
+        column = group.ranks.index(rank)
+        columns = (group.iteration, group.start_ns[:, column], group.end_ns[:, column])
+        lasts = zip(group.last_ns.tolist(), group.start_ns.argmax(axis=1).tolist(), strict=True)
+        rows = zip(*(values.tolist() for values in columns), lasts, strict=True)
+        for iteration, start_ns, end_ns, (last_ns, last) in rows:
+            middle_ns = min(last_ns, end_ns)
+            arguments = {
+                "iteration": iteration,
+                "wait_us": (middle_ns - start_ns) / NS_PER_US,
+                "transfer_us": (end_ns - middle_ns) / NS_PER_US,
+                "ranks": len(group.ranks),
+                "last rank": group.ranks[last],
+            }
+            event = {"name": group.name, "cat": "collective", "args": arguments}
+            yield _detail("collective", iteration, start_ns, end_ns), event
+            parts = (
+                (f"wait for rank {group.ranks[last]}", "collective wait", start_ns, middle_ns),
+                ("transfer", "transfer", middle_ns, end_ns),
+            )
+            for name, category, begin_ns, stop_ns in parts:
+                if stop_ns > begin_ns:
+                    part = {"name": name, "cat": category, "args": {"iteration": iteration}}
+                    yield _detail(category, iteration, begin_ns, stop_ns), part
+
+
+def _detail(action: str, iteration: int, start_ns: int, end_ns: int) -> Span:
+    return Span(action, -1, -1, start_ns, end_ns, iteration)

@@ -1,0 +1,137 @@
+"""Which replica gets which microbatches, as each replica computes it alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import accelerator
+from megatron.adaptive.errors import ConfigError
+
+accelerator.install()
+
+from megatron.adaptive.modules.batch import Signature  # noqa: E402
+from megatron.adaptive.modules.content import ContentBalance, DealtList, digest_of  # noqa: E402
+from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
+from megatron.adaptive.schedule.content_costs import ContentCosts  # noqa: E402
+from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
+
+REPLICAS = 3
+RANKS = 2
+PLACEMENT = Placement(num_ranks=RANKS, num_chunks=1, kind="loop")
+
+
+def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
+    """A microbatch of this content."""
+    entries = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
+    return entries | ({"images": torch.zeros(images, 3, 4, 4)} if images else {})
+
+
+def balance_of(
+    replica: int, sample_work: Mapping[Signature, Any], **options: Any
+) -> ContentBalance:
+    """What a replica decides with, without other processes."""
+    mesh: Any = SimpleNamespace(
+        rank=replica,
+        dp_rank=replica,
+        dp_size=REPLICAS,
+        pp_rank=0,
+        pipeline_size=RANKS,
+        gather=lambda value: list(itertools.product(range(REPLICAS), range(RANKS))),
+    )
+    settings: dict[str, Any] = {"order": "given", "dealing": "work", "partition": (1, 1), **options}
+    return ContentBalance(mesh=mesh, placement=PLACEMENT, sample_work=sample_work, **settings)
+
+
+def dealt(
+    batch: Sequence[Any], sample_work: Mapping[Signature, Sequence[float]], **options: Any
+) -> list[DealtList]:
+    """What each replica takes of a batch."""
+    shares = []
+    for replica in range(REPLICAS):
+        balance = balance_of(replica, sample_work, **options)
+        share = balance.share(batch)
+        assert share is not None
+        assert [id(each) for each in share] == [id(batch[number]) for number in share.numbers]
+        shares.append(share)
+    assert len({share.digest for share in shares}) == 1
+    assert sorted(sum((share.numbers for share in shares), ())) == list(range(len(batch)))
+    return shares
+
+
+WORK = {Signature.of(part(10)): (0.0, 10.0), Signature.of(part(10, 2)): (40.0, 10.0)}
+
+
+def test_costly_microbatches_are_spread_and_cheap_ones_fill_up() -> None:
+    batch = [part(10, 2), part(10), part(10), part(10, 2), part(10), part(10), part(10, 2)]
+    shares = dealt(batch, WORK)
+    assert [sum("images" in each for each in share) for share in shares] == [1, 1, 1]
+    batch = [part(10, 8), *(part(10) for _ in range(8))]
+    assert sorted(len(share) for share in dealt(batch, WORK)) == [1, 4, 4]
+
+
+def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
+    """Without images, nothing of what the sample with images shows might cost anything."""
+    images = {Signature.of({"images": torch.zeros(2, 3, 4, 4)}): (5.0, 5.0)}
+    shares = dealt([part(10) for _ in range(9)], images)
+    assert [len(share) for share in shares] == [3, 3, 3]
+    unknown = {Signature.of(part(10, 2)): (0.0, 0.0)}
+    with pytest.raises(ConfigError, match="at least 6"):
+        dealt([part(10) for _ in range(4)], unknown, group=2, least=2)
+    grouped = dealt([part(10 + n) for n in range(10)], WORK, group=2, least=2)
+    assert all(len(share) % 2 == 0 and share for share in grouped)
+
+
+def test_digests_see_shapes_types_and_whole_numbers() -> None:
+    digests = [
+        digest_of([each])
+        for each in (
+            part(4),
+            part(5),
+            part(4, 1),
+            {"ids": torch.ones(1, 4, dtype=torch.int64)},
+            {"ids": torch.zeros(1, 4, dtype=torch.int32)},
+            {"words": torch.zeros(1, 4, dtype=torch.int64)},
+            {"ids": torch.zeros(4, 1, dtype=torch.int64)},
+            {"ids": torch.zeros(1, 4, dtype=torch.bool)},
+            {"ids": torch.zeros((), dtype=torch.int64)},
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest_of([part(4)]) == digests[0] != digest_of([part(4), part(4)])
+    strided = torch.zeros(4, 2, dtype=torch.int64)[:, 0]
+    assert digest_of([{"ids": strided[None]}]) == digests[0]
+
+
+@pytest.mark.parametrize(("images", "better"), [(0, "5-1"), (1, "")])
+def test_a_better_partition_for_what_is_trained_is_told_once(
+    images: int, better: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four segments see images and two read text; only the sample has images."""
+    work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
+    seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
+    balance = balance_of(0, work, dealing="time", partition=(4, 2))
+    costs = ContentCosts(PLACEMENT, 4)
+    rows = [balance._content.numbers(part(10, images))] * 3
+    assert len(rows[0]) == costs.count
+    sums = [
+        costs.measured(
+            rows, [(Action(ActionKind.F, 0, n), round(seconds[rank] * 1e6)) for n in range(3)]
+        )
+        for _, rank in balance._positions
+    ]
+    for _ in range(40):
+        balance._steps += 1
+        balance._add_times(sums)
+    assert sum(balance.segment_seconds) == pytest.approx(sum(seconds) / 1e3, rel=1e-3)
+    assert balance.segment_seconds[4] == pytest.approx(0.02, rel=0.05)
+    assert balance.segment_seconds[0] == pytest.approx(0.01 * images, abs=1e-3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith(f"partition {better} would make") for line in lines] == [True] * bool(
+        better
+    )
