@@ -48,7 +48,7 @@ MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
 """Step in slices over the whole step, by number of pipeline ranks."""
 RANKS = 8
-FORWARD_S = 0.4
+FORWARD_S = 0.8
 """Time of a forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
@@ -94,11 +94,11 @@ class TrainedJob(NamedTuple):
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
     """Trains for one step that is not measured, and some that are."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
-        words += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
-        words += ["--pipeline-model-parallel-size", str(ranks), "--train-iters", str(steps + 1)]
-        words += ["--sequence-slices", str(slices), "--trace-dir", f"{folder}/traces"]
-        lines = train(words, Path(folder), ranks, LIMIT_S)
+        command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
+        command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
+        command += ["--pipeline-model-parallel-size", str(ranks), "--train-iters", str(steps + 1)]
+        command += ["--sequence-slices", str(slices), "--trace-dir", f"{folder}/traces"]
+        lines = train(command, Path(folder), ranks, LIMIT_S)
         run = read_run(Path(folder) / "traces")
         iterations = run.complete_iterations()[1:]
         peaks = [
@@ -129,7 +129,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
         for name in ("adaptive", "hinted")
     ]
     whole.append(make_candidate("zb-v", ranks, 2, count))
-    outcomes = [evaluate(one, count, profile_of(ranks), (0,)) for one in whole]
+    outcomes = [evaluate(candidate, count, profile_of(ranks), (0,)) for candidate in whole]
     fitting = [outcome for outcome in outcomes if outcome.peak_units <= with_rounding(ranks)]
     named = {
         WHOLE: min(fitting, key=lambda outcome: outcome.mean_s).candidate,
@@ -236,7 +236,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Computes the efficiency of 16 ranks with 16 slices and memory for a quarter of p sequences."""
+    """Computes the efficiency of 16 ranks with 16 slices, and memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)
