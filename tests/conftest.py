@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import multiprocessing.util
 import os
 import platform
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,10 +74,11 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     A program that is killed leaves its temporary files: some thousands in a run of all tests.
     """
     tmp_path_factory.getbasetemp()  # outside of it, where folders of failed tests stay
-    with (
-        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    folder = tempfile.mkdtemp(prefix="tests-")
+    # After the end of multiprocessing, which removes its own folder there.
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    multiprocessing.util.Finalize(None, remove, exitpriority=-200)
+    with pytest.MonkeyPatch.context() as patch:
         Path(folder).chmod(0o1777)  # some tests run programs as another user
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from harness.report import ROOT
 
 TESTS = """
+import multiprocessing.util
 import tempfile
 from pathlib import Path
 import pytest
@@ -18,6 +19,7 @@ import pytest
 def test_a_folder_with_a_long_name(number, tmp_path):
     names = Path("names.txt")
     (tmp_path / "large").touch()
+    multiprocessing.util.get_temp_dir()
     with names.open("a") as file:
         print(tmp_path, file=file)
         print(tempfile.mkdtemp(), file=file)
@@ -47,6 +49,9 @@ def test_files_are_removed_if_tests_pass_and_names_used_once(tmp_path: Path) -> 
         timeout=200,
     )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    # A folder of multiprocessing that was gone too early gave a traceback after the last line.
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob("tests-*")) == []
     folders = [Path(line) for line in (tmp_path / "names.txt").read_text().splitlines()]
     assert not any((folder / "large").exists() for folder in folders)
     assert not any(folder.exists() for folder in folders[1::2])

@@ -37,6 +37,8 @@ def share_gloo_device() -> None:
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     made, devices = ProcessGroupGloo.__init__, list[Any]()
+    if made.__name__ == "connect":
+        return  # the server that forked this process is itself a fork
 
     def connect(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")

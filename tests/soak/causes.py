@@ -5,9 +5,9 @@
 Two ranks train a small GPT on this machine. Rank 1 is hindered, see ``support/hindered_rank.py``,
 or the link between the ranks is. An answer is right if the diagnosis names the planted cause; wrong
 if it names a cause that was not planted and that its own counters do not prove; missed otherwise.
-Other programs may use the processors of this machine, so that a finding about waits for a processor
-is never wrong. If the ranks wait for processors most of the time, a cause that is not named is
-masked, and does not count. Exits with status 1 if a goal is missed.
+Other programs may use the processors and the memory of this machine, so that a finding whose
+counter shows waits for these is never wrong. If the ranks wait for processors most of the time, a
+cause that is not named is masked, and does not count. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ CASES: dict[str, Case] = {
 }
 """Causes by name."""
 
-_TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL))
+_TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
 """Counters of other programs and machines, which are there whatever is planted."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))

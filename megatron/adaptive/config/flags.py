@@ -248,7 +248,7 @@ class FieldSpec:
             if self.default is value:
                 return text
         if isinstance(self.default, tuple):
-            return " ".join(str(item) for item in self.default)
+            return " ".join(str(item) for item in self.default) or "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
+from megatron.adaptive.trace.diagnose.machine_reasons import starved
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, middle, noise
 
 SLOWER = 1.25
@@ -91,6 +92,9 @@ def find_slow_layers(m: Measured) -> list[Finding]:
         excess_ns = levels[number] - usual
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
+            continue
+        # Layers of ranks that wait for processors most of the time differ by chance.
+        if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)
         chosen = np.flatnonzero(np.isfinite(layer.pass_ns))
