@@ -60,7 +60,7 @@ _WARM_UP = 1
 _MOST_STEPS = 32
 _LEAST_STEPS = 3
 _JUDGED_STEPS = 8
-"""Number of steps after which a move that ``auto`` made is checked; a further move likewise."""
+"""Number of steps after which a move that ``auto`` made, or one that follows it, is checked."""
 _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
