@@ -1,7 +1,8 @@
 """Reads dumps of torch's flight recorder, and says which collective does not end and who is late.
 
-torch writes a dump per rank, ``nccl_trace_rank_0`` and so on, if ``TORCH_FR_BUFFER_SIZE`` is set
-and a collective takes too long. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
+torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective of NCCL takes too
+long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
+``nccl_trace_rank_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
 the last collectives of each process group, with a number that is the same on all ranks of the
 group. Pickles may contain code. This module reads plain values only, and refuses all others.
 """
