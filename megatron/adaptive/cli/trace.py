@@ -103,7 +103,7 @@ def visualize(argv: Sequence[str]) -> int:
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints the causes that slow a run, or the calls that do not end; returns the exit status.
+    """Prints the causes that slow a run, or the calls on which it hangs; returns the exit status.
 
     A folder with dumps of torch's flight recorder is one of a job that hangs.
     """

@@ -43,7 +43,7 @@ class RecordedCall:
         sizes: Sizes and types of its input as text.
         is_message: Whether it is a message between two ranks.
         has_ended: Whether it has ended on this rank.
-        caller: Code that called it, as ``file:line in function``; empty if not recorded.
+        line_of_code: Code that called it, as ``file:line in function``; empty if not recorded.
         created_ns: Time of the call in ns since 1970; 0 if not recorded.
     """
 
@@ -54,7 +54,7 @@ class RecordedCall:
     sizes: str
     is_message: bool
     has_ended: bool
-    caller: str
+    line_of_code: str
     created_ns: int
 
 
@@ -100,13 +100,13 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Formats the call as text, with the ranks that wait in it and those that are late."""
+        """Formats the call as text: its name, the ranks that wait and those that are late."""
         call = self.call
         kind = "message" if call.is_message else "collective"
-        caller = f", at {call.caller}" if call.caller else ""
+        line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
         lines = [
             f"stuck: {kind} {call.number} of group {call.group}: {call.name} of {call.sizes}",
-            f"  {_ranks(self.waiting)} {_verb(self.waiting, 'wait')} in it{caller}",
+            f"  {_ranks(self.waiting)} {_verb(self.waiting, 'wait')} in it{line_of_code}",
         ]
         if self.late:
             has = "has" if len(self.late) == 1 else "have"
@@ -127,7 +127,7 @@ class StuckCalls:
         stuck: Collectives and messages that do not end.
         culprits: Global ranks for which the others wait; empty if the dumps do not show them.
         text: Sentence about the reason.
-        advice: Action that users can take, in the imperative; empty if nothing is stuck.
+        advice: Remedy in the imperative; empty if nothing is stuck.
         notes: Caveats about the dumps.
     """
 
@@ -464,12 +464,12 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
         is_message=is_message,
         # gloo's calls stay "scheduled", and are retired when they end.
         has_ended=bool(entry["retired"]) or entry["state"] == "completed",
-        caller=_caller(entry.get("frames", ())),
+        line_of_code=_place(entry.get("frames", ())),
         created_ns=int(entry.get("time_created_ns") or 0),
     )
 
 
-def _caller(frames: Iterable[Mapping[str, Any]]) -> str:
+def _place(frames: Iterable[Mapping[str, Any]]) -> str:
     """Returns the innermost frame outside of libraries as text; empty if there is none."""
     for frame in frames:
         if not _LIBRARY.search(str(frame["filename"])):

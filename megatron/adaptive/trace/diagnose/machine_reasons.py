@@ -316,10 +316,10 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
     """Returns a reason if a link's interface is slower than those of other machines."""
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
-    with_speed = [column for column in columns if np.isfinite(speeds[:, column]).any()]
-    if not with_speed:
+    measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
+    if not measured:
         return None
-    worst = min(with_speed, key=lambda column: float(np.nanmedian(speeds[:, column])))
+    worst = min(measured, key=lambda column: float(np.nanmedian(speeds[:, column])))
     host = m.headers[worst].host
     others = [column for column, header in enumerate(m.headers) if header.host != host]
     if not np.isfinite(speeds[:, others]).any():
