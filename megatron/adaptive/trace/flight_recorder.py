@@ -273,12 +273,12 @@ def _is_late(
         route: Global ranks of the sender and of the receiver.
         dumps: Dump of each rank.
     """
-    mine, other = (
-        [of for of in dump.calls if of.group == call.group and _route(of, dump) == route]
+    waiting, silent = (
+        [each for each in dump.calls if each.group == call.group and _route(each, dump) == route]
         for dump in (dumps[call.rank], dumps[end])
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
-        return len(other) <= mine.index(call)
+        return len(silent) <= waiting.index(call)
     return True  # all its messages on this route have ended, and this one has not
 
 
