@@ -332,10 +332,15 @@ def test_losses_explain_late_messages_only_if_these_cross_the_network_and_meet_t
 def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
     fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.02)
     lossy = only(1, **{SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4})
-    (finding,) = diagnosed(tmp_path, lossy, fault).findings
+    (tmp_path / "tcp").mkdir()
+    (tmp_path / "memory").mkdir()
+    (finding,) = diagnosed(tmp_path / "tcp", lossy, fault, transport="tcp").findings
     assert (finding.cause, finding.ranks) == ("slow link", (1, 2))
     assert finding.reason is not None
     assert "sends 4.0% of its TCP segments again" in finding.reason.text
+    within = {LINK_RETRIES: 7, SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4}
+    (finding,) = diagnosed(tmp_path / "memory", only(1, **within), fault).findings
+    assert (finding.cause, finding.reason) == ("slow link", None)
 
 
 @pytest.mark.parametrize(

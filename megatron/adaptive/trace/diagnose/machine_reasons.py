@@ -71,6 +71,9 @@ FAULT_TIMES = 4.0
 SLOWER_PORT = 0.6
 """Maximum ratio of an interface's speed to those of other machines, to be the reason."""
 
+OVER_TCP = ("gloo", "tcp")
+"""Names of transports that use TCP also within a machine."""
+
 OWN_PAGES = 4.0
 """Minimum ratio of a rank's page reads to those of others, to say that it alone is short."""
 
@@ -272,11 +275,21 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
         columns: Columns of the sender and of the receiver.
         chosen: Indices of the affected iterations.
     """
-    return (
-        lost_packets(m, columns, chosen)
-        or _port_counts(m, columns, chosen)
-        or _slow_port(m, columns, chosen)
-    )
+    reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
+    if reason is not None or len({m.headers[column].host for column in columns}) == 1:
+        return reason  # messages within a machine pass no port
+    return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
+
+
+def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
+    """Returns whether the messages of a link may go over TCP.
+
+    Args:
+        m: Measured times of the run.
+        columns: Columns of the sender and of the receiver.
+    """
+    source, target = (m.headers[column] for column in columns)
+    return source.host != target.host or source.transport in OVER_TCP
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding, Reason
-from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets, starved
+from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets, may_use_tcp, starved
 from megatron.adaptive.trace.diagnose.samples import Measured, chance, middle
 from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT
 from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
@@ -41,9 +41,6 @@ RANDOMLY = 0.02
 
 DRAWS = 1000
 """Number of random orders of the iterations from which this probability is estimated."""
-
-OVER_TCP = ("gloo", "tcp")
-"""Names of transports that use TCP also within a machine."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
@@ -137,7 +134,7 @@ def _lossy_links(m: Measured) -> list[_Link]:
     ).T.tolist():
         chosen = (messages.source == source) & (messages.target == target)
         ends = (m.column[source], m.column[target])
-        if int(chosen.sum()) < LINK_FEWEST or not _uses_tcp(m, ends):
+        if int(chosen.sum()) < LINK_FEWEST or not may_use_tcp(m, ends):
             continue
         travel_ns = (messages.arrived_ns[chosen] - messages.sent_ns[chosen]).astype(np.float64)
         rows = np.searchsorted(m.iterations, messages.iteration[chosen])
@@ -162,12 +159,6 @@ def _lossy_links(m: Measured) -> list[_Link]:
         if _chance_of_meeting(late_of_ns[used], lost[used]) <= RANDOMLY:
             links.append(_Link(ends, int(chosen.sum()), late_ns, rows[is_late], reason))
     return links
-
-
-def _uses_tcp(m: Measured, ends: tuple[int, int]) -> bool:
-    """Returns whether the messages between two columns may go over TCP."""
-    source, target = (m.headers[column] for column in ends)
-    return source.host != target.host or source.transport in OVER_TCP
 
 
 def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
