@@ -398,19 +398,6 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
         assert gathered(loss) == [loss] * RANKS
 
 
-def a_partition_does_not_change_what_is_dealt() -> None:
-    """Its costs are measured, so two runs may have different partitions."""
-    sample, steps = _unequal_steps()
-    dealt = []
-    for partition in ("4-4", "3-5"):
-        options: dict[str, Any] = {"decisive_entries": ["sizes"], "partition": partition}
-        with Pipeline(
-            viewer(), sample, pipeline_size=2, order="work", dealing="work", **options
-        ) as pipeline:
-            dealt.append([pipeline.share(step).numbers for step in steps])
-    assert dealt[0] == dealt[1]
-
-
 def replicas_with_batches_of_another_kind_are_named() -> None:
     """Without this check they would wait for one another until their time limit."""
     batch = make_batch(4)

@@ -157,6 +157,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
         _run=SimpleNamespace(job=job),
         _message=lines.append,
         _interval=1,
+        _may_move=True,
         _gain=0.05,
         _steps=deque(maxlen=4),
         _skip=0,

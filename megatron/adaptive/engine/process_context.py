@@ -245,10 +245,12 @@ class Job:
         """Returns whether all ranks have called this within a few seconds of this rank's call."""
         if is_alone():
             return True
+        store = dist.distributed_c10d._get_default_store()
+        if store is None:  # under MPI
+            return False
         key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
         deadline_s = time.monotonic() + _FAILED_TOGETHER_S
         try:
-            store = dist.distributed_c10d._get_default_store()
             count = store.add(key, 1)
             while count < self.environment.world_size and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)

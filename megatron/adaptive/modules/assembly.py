@@ -54,7 +54,7 @@ class PipelineSettings(SampledModel):
         order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
             first and last, by the arithmetic counted in their recordings (``work``) or by predicted
             time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
-            changes buffers in training must have them run as given.
+            changes buffers in training takes only ``given``.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not

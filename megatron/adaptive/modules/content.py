@@ -143,14 +143,14 @@ class Declared:
         """Returns another rank's facts from its encoded fields; surplus numbers are ignored."""
         rest = map(int, numbers)
         size = len(vars(Digest()))
-        return Declared(
-            **{
-                name: Digest(**dict(zip(vars(value), itertools.islice(rest, size), strict=True)))
-                if isinstance(value, Digest)
-                else type(value)(next(rest))
-                for name, value in vars(self).items()
-            }
-        )
+        facts: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Digest):
+                parts = zip(vars(value), itertools.islice(rest, size), strict=True)
+                facts[name] = Digest(**dict(parts))
+            else:
+                facts[name] = type(value)(next(rest))
+        return Declared(**facts)
 
 
 class Content:
@@ -509,17 +509,17 @@ class ContentBalance:
 
 def _differing(values: Sequence[object]) -> tuple[int, int] | None:
     """Returns the indices of two values that differ, or of two digests that are not alike."""
-    first_of: dict[object, int] = {}
+    first_of: dict[int, int] = {}
     for index, value in enumerate(values):
         if not isinstance(value, Digest):
-            others = [0]
-        else:
-            others = [0, first_of.setdefault(value.read, index)]
-        for other in others:
-            earlier = values[other]
-            is_alike = isinstance(earlier, Digest) and isinstance(value, Digest)
-            if not (earlier.is_alike(value) if is_alike else earlier == value):
-                return other, index
+            if value != values[0]:
+                return 0, index
+            continue
+        # Values are compared with those of the first rank that has read the same tensors.
+        for earlier in (0, first_of.setdefault(value.read, index)):
+            other = values[earlier]
+            if not isinstance(other, Digest) or not other.is_alike(value):
+                return earlier, index
     return None
 
 

@@ -338,7 +338,8 @@ class Rebalancing(RunHook):
     """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
 
     With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
-    the layers of each stage, unless ``--partition`` sets them. With ``--repartition auto``, it
+    the layers of each stage, unless ``--partition`` sets them. If layers moved, this is checked
+    after some steps, since what slowed a rank may have passed. With ``--repartition auto``, it
     decides on the layers of each stage again after each interval. With slices, ``hinted`` gets the
     times that were measured. All ranks make the same decisions. A decision takes effect before the
     next step.
@@ -364,6 +365,7 @@ class Rebalancing(RunHook):
         )
         self._tuner = self._make_tuner() if is_tuned or self._only_pace else None
         self._due: Decision | Move | NextTrial | None = None
+        self._promise: Move | None = None
 
     def _make_tuner(self, trial: SliceTrial | None = None) -> Tuner:
         return make_tuner(
@@ -388,10 +390,18 @@ class Rebalancing(RunHook):
                 if isinstance(decision, NextTrial):
                     self._due = decision
                     return
-                self._due = decision if decision.move is not None else None
-                if self._repartitioner is not None and self._settings.repartition == "off":
-                    self._repartitioner.close()
-                    self._repartitioner = None
+                if decision.move is not None:
+                    self._due = decision
+                    if self._repartitioner is not None:
+                        self._promise = self._repartitioner.promise_of(decision)
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        """Stops measuring layers if they will not move any more."""
+        layers = self._repartitioner
+        if self._tuner is None and self._due is None and layers and not layers.is_needed:
+            layers.close()
+            self._repartitioner = None
 
     def before_step(self, iteration: int) -> None:
         due, self._due = self._due, None
@@ -427,7 +437,10 @@ class Rebalancing(RunHook):
             self._log.report(repartitioned=iteration, seconds=seconds)
         if order is not None:
             _engine_of(moved).use(order)
-            if self._repartitioner is not None:
+            promise, self._promise = self._promise, None
+            if self._repartitioner is not None and promise is not None:
+                self._repartitioner.expect(promise, moved)
+            elif self._repartitioner is not None:
                 self._repartitioner.adopt(moved)
             if kind != former or partition is not None:
                 cut = "" if partition is None else f" of {format_partition(partition)} layers"
@@ -454,6 +467,7 @@ class Rebalancing(RunHook):
             self._numbers = ()
             self._tuner = self._make_tuner()
             return
+        self._promise = None
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
         self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
