@@ -179,7 +179,6 @@ class Repartitioner:
         self._interval = settings.repartition_interval
         self._gain = settings.repartition_gain
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
-        self._skip = _WARM_UP
         self._since = 0
         self._promise: Move | None = None
         self._share: LayerShare | None = None
@@ -188,6 +187,7 @@ class Repartitioner:
     def adopt(self, run: Run) -> None:
         """Starts to measure a run that has just been built, or built again after a move."""
         self._run = run
+        self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
@@ -316,7 +316,6 @@ class Repartitioner:
             f"{predicted}{layers} layer{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = None if move.is_return else move
-        self._skip = _WARM_UP
         self.adopt(run)
 
     def _compare(self, step_s: float) -> Move | None:
