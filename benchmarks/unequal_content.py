@@ -36,7 +36,7 @@ from megatron.adaptive import accelerator  # noqa: E402
 # Ranks are forked from a process that has imported this module, so they do not import it again.
 accelerator.install()
 with accelerator.quiet_imports():
-    from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of
+    from megatron.adaptive.modules.content import ContentBalance, Declared, digest_of
 from harness.processes import fork_ranks  # noqa: E402
 from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
 from megatron.adaptive.engine.process_context import gather  # noqa: E402
@@ -275,12 +275,18 @@ class Job:
 
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
-        passed = self._balance.share(whole) or whole[self.replica :: way.replicas]
-        dealt = passed.digest if isinstance(passed, DealtList) else 0
-        if self._balance.is_on:
-            facts = Declared(step=number, is_listed=True, content=digest_of(passed), dealt=dealt)
-            self._balance.agree(facts)
+        passed = self._balance.share(whole)
+        assert passed is not None
         order = self._balance.order_of(passed, [1.0] * len(passed))
+        if self._balance.is_on:
+            facts = Declared(
+                step=number,
+                is_listed=True,
+                content=digest_of(passed),
+                dealt=passed.digest,
+                order=digest_of(order).kinds,
+            )
+            self._balance.agree(facts)
         run = [passed[index] for index in order]
         self._balance.begin(run)
         images = [(part["ids"].shape[1] - TEXT_TOKENS) // IMAGE_TOKENS for part in run]

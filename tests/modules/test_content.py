@@ -99,6 +99,59 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
     assert labels == {*entries, "ids pairs", "sizes pairs", "microbatch"}
 
 
+class Scorer(torch.nn.Module):
+    """``x [n, 4]`` and ``y [n] int64`` make the mean loss of the rows with a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+        self.cut = CutPoint()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return torch.nn.functional.cross_entropy(self.last(self.cut(self.first(x))), y)
+
+
+class Mean(Scorer):
+    """Keeps a running mean, for microbatches of some lengths only."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        if self.training and len(x) >= self.least:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x - self.mean, y)
+
+
+def test_an_order_by_cost_leaves_running_means_as_they_are(opened: list[Pipeline]) -> None:
+    """Their values depend on the order of the microbatches, and evaluations use them."""
+    parts = [{"x": torch.randn(n, 4), "y": torch.arange(n) % 3} for n in (9, 2, 3, 2)]
+    rule: Any
+    for rule in ("work", "time"):
+        message = f"order is '{rule}', and buffer mean changes in the forward.*leave out order"
+        with pytest.raises(ConfigError, match=message):
+            Pipeline(Mean(1), parts[1:], order=rule)
+    with Pipeline(Mean(9), parts[1:], order="work") as pipeline:
+        with pytest.raises(ConfigError, match="buffer mean changes in the forward"):
+            pipeline.step(parts)
+        pipeline.eval(parts)
+        assert pipeline.step(parts[1:])[0] > 0
+    opened.append(Pipeline(Mean(1), parts))
+    opened[0].step(parts)
+    with torch.no_grad():
+        whole = Mean(1)
+        for part in parts:
+            whole(**part)
+        whole.eval()
+        loss = sum(float(whole(**part)) for part in parts) / len(parts)
+    assert opened[0].eval(parts) == pytest.approx(loss, rel=1e-5)
+
+
 def test_an_unknown_order_or_dealing_is_refused() -> None:
     wrong: Any
     for wrong, message in (
@@ -343,20 +396,6 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
     assert [*parts[0][0], *parts[1][0]] == losses
     for name, parameter in parts[1][1].items():
         torch.testing.assert_close(parameter, parameters[name], rtol=0, atol=0)
-
-
-class Scorer(torch.nn.Module):
-    """``x [n, 4]`` and ``y [n] int64`` make the mean loss of the rows with a label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
-        self.cut = CutPoint()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
-        return torch.nn.functional.cross_entropy(self.last(self.cut(self.first(x))), y)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,8 @@ from megatron.adaptive.errors import ConfigError
 accelerator.install()
 
 from megatron.adaptive.modules.batch import Signature  # noqa: E402
-from megatron.adaptive.modules.content import ContentBalance, DealtList, digest_of  # noqa: E402
+from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of  # noqa: E402
 from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
-from megatron.adaptive.schedule.content_costs import ContentCosts  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 REPLICAS = 3
@@ -81,10 +82,77 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
     shares = dealt([part(10) for _ in range(9)], images)
     assert [len(share) for share in shares] == [3, 3, 3]
     unknown = {Signature.of(part(10, 2)): (0.0, 0.0)}
-    with pytest.raises(ConfigError, match="at least 6"):
-        dealt([part(10) for _ in range(4)], unknown, group=2, least=2)
-    grouped = dealt([part(10 + n) for n in range(10)], WORK, group=2, least=2)
+    assert [len(share) for share in dealt([part(10) for _ in range(6)], unknown)] == [2, 2, 2]
+
+
+def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
+    """``share`` does not know whether its list is for a step or for an evaluation."""
+    limits = {"group": 2, "least": 2}
+    message = "microbatches .* at least 6, and a multiple of 2"
+    for count in (4, 9):
+        shares = dealt([part(10 + n) for n in range(count)], WORK, **limits)
+        assert all(shares)
+        balance = balance_of(0, WORK, **limits)
+        with pytest.raises(ConfigError, match=f"{count} {message}"):
+            balance.check_total(shares[0])
+    grouped = dealt([part(10 + n) for n in range(10)], WORK, **limits)
     assert all(len(share) % 2 == 0 and share for share in grouped)
+    balance.check_total(grouped[0])
+
+
+def test_the_partition_does_not_change_what_is_dealt() -> None:
+    """Work is fitted to the whole model: parts of it would be fitted with other errors."""
+    parts = [part(tokens, images) for tokens, images in ((10, 0), (25, 1), (7, 3), (90, 2))]
+    rng = random.Random(3)
+    batch = [part(rng.randrange(5, 99), rng.randrange(5)) for _ in range(24)]
+    numbers = []
+    for cut in (0.1, 0.5, 1.0):
+        work = {}
+        for each in parts:
+            total = float(each["ids"].numel() ** 2 + 300 * len(each.get("images", ())))
+            first = float(round(cut * each["ids"].numel() * 7))
+            work[Signature.of(each)] = (first, total - first)
+        numbers.append([share.numbers for share in dealt(batch, work)])
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
+def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None:
+    """Entries of equal sizes would otherwise take most of the cost, equal for all."""
+    fixed = {f"entry{number}": torch.zeros(64) for number in range(20)}
+    sample = {Signature.of({**fixed, **part(10)}): (10.0, 10.0)}
+    batch = [{**fixed, **part(30)}, *({**fixed, **part(10)} for _ in range(9))]
+    shares = dealt(batch, sample)
+    assert [len(share) for share in shares if 0 in share.numbers] == [1]
+
+
+def test_a_list_that_was_changed_in_place_is_refused() -> None:
+    """Its random numbers would be those of other microbatches."""
+    batch = [part(10) for _ in range(6)]
+    balance = balance_of(0, WORK)
+    share = balance.share(batch)
+    assert share is not None
+    assert len(share) > 1
+    assert balance.numbers_of(share, len(share), is_listed=True) == share.numbers
+    same = copy.deepcopy(share)
+    assert balance.numbers_of(same, len(same), is_listed=True) == share.numbers
+    share.reverse()
+    with pytest.raises(ConfigError, match="was changed since"):
+        balance.numbers_of(share, len(share), is_listed=True)
+
+
+def test_numbers_are_known_of_all_lists_of_microbatches() -> None:
+    batch = [part(10) for _ in range(7)]
+    in_turns = balance_of(1, WORK, dealing="turns").share(batch)
+    assert in_turns is not None
+    assert in_turns.numbers == (1, 4)
+    assert [id(each) for each in in_turns] == [id(batch[1]), id(batch[4])]
+    alone = balance_of(0, WORK)
+    alone._mesh.dp_size = 1
+    of_all = alone.share(batch)
+    assert of_all is not None
+    assert of_all.numbers == tuple(range(7))
+    values: Any = [1.0] * 7
+    assert balance_of(1, WORK, dealing="turns").share(values) is None
 
 
 def test_digests_see_shapes_types_and_whole_numbers() -> None:
@@ -106,6 +174,33 @@ def test_digests_see_shapes_types_and_whole_numbers() -> None:
     assert digest_of([part(4)]) == digests[0] != digest_of([part(4), part(4)])
     strided = torch.zeros(4, 2, dtype=torch.int64)[:, 0]
     assert digest_of([{"ids": strided[None]}]) == digests[0]
+    for first, second in itertools.combinations(digests, 2):
+        assert not first.is_alike(second)
+
+
+def test_digests_are_alike_wherever_labels_are() -> None:
+    """A rank may have moved to its GPU what another has on the host."""
+    host = {**part(4), "labels": torch.ones(4, dtype=torch.int64)}
+    moved = {**host, "labels": host["labels"].to("meta")}
+    wrong = {**host, "labels": torch.zeros(4, dtype=torch.int64)}
+    assert digest_of([host]).is_alike(digest_of([moved]))
+    assert not digest_of([host]).is_alike(digest_of([wrong]))
+    balance = balance_of(0, WORK)
+    ranks = [Declared(step=1, content=digest_of([each])) for each in (host, moved)]
+    balance._require_equal([*ranks, *ranks, *ranks])
+    other = Declared(step=1, content=digest_of([wrong]))
+    with pytest.raises(ConfigError, match="ranks 2 and 3 of one replica have different microb"):
+        balance._require_equal([*ranks, ranks[0], other, *ranks])
+    for each in (*ranks, other):
+        assert ranks[0].decoded([*each.encoded(), 0.5, 0.25]) == each
+
+
+def test_another_order_on_a_rank_is_named() -> None:
+    orders = [Declared(step=1, order=digest_of(order).kinds) for order in ((0, 1), (1, 0))]
+    balance = balance_of(0, WORK)
+    balance._require_equal([orders[0]] * 4 + [orders[1]] * 2)
+    with pytest.raises(ConfigError, match="ranks 4 and 5 of one replica have different orders"):
+        balance._require_equal([orders[0]] * 5 + [orders[1]])
 
 
 @pytest.mark.parametrize(("images", "better"), [(0, "5-1"), (1, "")])
@@ -116,9 +211,9 @@ def test_a_better_partition_for_what_is_trained_is_told_once(
     work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
     seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
     balance = balance_of(0, work, dealing="time", partition=(4, 2))
-    costs = ContentCosts(PLACEMENT, 4)
+    costs = balance._times
     rows = [balance._content.numbers(part(10, images))] * 3
-    assert len(rows[0]) == costs.count
+    assert len(rows[0]) == costs.count == 4
     sums = [
         costs.measured(
             rows, [(Action(ActionKind.F, 0, n), round(seconds[rank] * 1e6)) for n in range(3)]

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch, view
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile_file import load, make_profile
 from megatron.adaptive.trace.read import read_run
@@ -336,7 +337,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
 def disagreement_on_dealt_microbatches_is_named() -> None:
     """Each refusal is on all ranks before the step, which can then be trained."""
     rank = dist.get_rank()
-    with make(pipeline_size=2, order="work", dealing="work") as pipeline:
+    with make(pipeline_size=2, dealing="work") as pipeline:
         dictionary = make_batch(4)
         text = [make_batch(2, seed, length) for seed, length in enumerate((5, 3, 5, 3))]
         refused = require_refused
@@ -353,10 +354,47 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         items = [1.0] * len(mine) if pipeline.replica else None
         refused(lambda: pipeline.step(mine, num_items=items), "disagree on num_items")
         refused(lambda: pipeline.step(list(mine)), "was not made by share()")
+        parameter = next(pipeline.parameters())
+        parameter.requires_grad_(rank != 2)
+        words = ("requires_grad of",) if rank == 2 else ("rank 2 refuses its batch: requires_grad",)
+        refused(lambda: pipeline.step(mine), *words)
+        parameter.requires_grad_(True)
+        if rank == 1:  # as if another model decided its order
+            pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
+        refused(lambda: pipeline.step(mine), "ranks 1 and 3", "different orders")
+        vars(pipeline._maker.balance).pop("order_of", None)
         refused(lambda: pipeline.share([1.0, 2.0]), "other things than microbatches")
         refused(lambda: pipeline.eval(mine) if rank else pipeline.step(mine), "different steps")
         assert pipeline.steps == 0
         loss, _ = pipeline.step(mine)
+        assert gathered(loss) == [loss] * RANKS
+
+
+class Failing(torch.nn.Module):
+    """Refuses its sample on rank 3, and on the others after that."""
+
+    def __init__(self, raised: Path) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(RANKS))
+        self.raised = raised
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises an error."""
+        while dist.get_rank() != 3 and not self.raised.is_file():
+            time.sleep(0.02)
+        raise ConfigError(f"rank {dist.get_rank()} refuses")
+
+
+def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
+    """The process group is the caller's, so its time limit would hide the error."""
+    raised = Path(sys.argv[1]) / "raised"
+    model = Failing(raised)
+    sample = {"x": torch.ones(2, WIDTH)}
+    require_refused(lambda: Pipeline(model, sample, micro_batch_size=1), "refuses")
+    raised.touch()
+    dist.barrier()
+    with make() as pipeline:
+        loss, _ = pipeline.step(make_batch(4))
         assert gathered(loss) == [loss] * RANKS
 
 

@@ -115,6 +115,25 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert numbers(log) == numbers(plain_log)
 
 
+def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYER_MS", "8")
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    monkeypatch.setenv("SLOW_STEPS", "1-5")
+    more = "--pipeline-schedule auto --repartition off --train-iters 16".split()
+    more += ["--pipeline-placement", "loop"]
+    _, log = train(tmp_path / "moved", *more)
+    moved = re.search(r"the stages of (\d)-(\d) layers are now placed in a loop", log)
+    assert moved is not None, log
+    first, second = map(int, moved.groups())
+    assert first > second
+    returned = re.search(rf"repartition: {first}-{second} -> (\d)-(\d): ", log)
+    assert returned is not None, log
+    assert int(returned[2]) > second
+
+
 def numbers(log: str) -> list[str]:
     """Returns the figures of each iteration in the log, without times."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"

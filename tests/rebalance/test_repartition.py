@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
+from megatron.adaptive.rebalance import repartition  # noqa: E402
 from megatron.adaptive.rebalance.repartition import (  # noqa: E402
     Lanes,
     Move,
@@ -155,6 +157,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
         _run=SimpleNamespace(job=job),
         _message=lines.append,
         _interval=1,
+        _may_move=True,
         _gain=0.05,
         _steps=deque(maxlen=4),
         _skip=0,
@@ -173,3 +176,23 @@ def test_a_move_that_gained_nothing_is_taken_back(
     # The way back is not judged in turn.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
+
+
+def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
+    monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
+    config = SimpleNamespace(
+        schedule=SimpleNamespace(repartition_interval=8, repartition_gain=0.05),
+        layers_per_stage=(3, 3),
+        constant_slices=1,
+    )
+    run: Any = SimpleNamespace(job=SimpleNamespace(config=config))
+    repartitioner = Repartitioner(run, print)
+    for built in range(2):
+        if built:
+            repartitioner.adopt(run)  # as after a change of the number of slices
+        for span_s in (9.0, 2.0, 2.0):
+            assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None
+        assert [span_s for _, span_s in repartitioner._steps] == [2.0, 2.0]

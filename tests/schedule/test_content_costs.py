@@ -36,7 +36,7 @@ def test_a_stage_learns_what_its_time_depends_on() -> None:
     """Each of three stages depends on other numbers, and times are noisy."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
-    costs = ContentCosts(placement, 4)
+    costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)
     rng = random.Random(5)
     for step in range(40):
         sums_at = {}
@@ -81,6 +81,44 @@ def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
     fit.fit()
     assert fit.cost(sample[0]) == pytest.approx(6.0)
     assert fit.cost((0.0, 700.0, 1.0)) == pytest.approx(4.0)
+
+
+def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
+    """Entries of equal size in all microbatches would otherwise hide that the costs differ."""
+    fit = StageFit(6)
+    sample: list[Numbers] = [(64.0, 48.0, 10.0, 100.0, 9.0, 1.0)]
+    fit.add(squares_of(sample), products_of(sample, [60.0]))
+    fit.fit({2, 5})
+    assert fit.cost(sample[0]) == pytest.approx(60.0)
+    assert fit.cost((64.0, 48.0, 30.0, 900.0, 9.0, 1.0)) == pytest.approx(120.0)
+
+
+def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
+    """After steps without images, a microbatch with images would otherwise cost nothing."""
+    segments = [StageFit(3), StageFit(3)]
+    segments[0].factors = [0.0, 4.0, 0.0]
+    segments[1].factors = [2.0, 1.0, 0.0]
+    placement = Placement(num_ranks=2, num_chunks=1, kind="loop")
+    costs = ContentCosts(placement, (1, 1), segments)
+    rows: list[Numbers] = [(tokens, 0.0, 1.0) for tokens in (100.0, 200.0, 300.0)]
+    for _ in range(3):
+        sums = [
+            costs.measured(
+                rows,
+                [(Action(ActionKind.F, 0, n), round(row[0] * ns)) for n, row in enumerate(rows)],
+            )
+            for ns in (0.0, 1e4)
+        ]
+        costs.add({(0, rank): each for rank, each in enumerate(sums)})
+    costs.fit()
+    # Two units of work per token take 1e-5 s, so one takes 5e-6 s.
+    assert costs.cost((100.0, 0.0, 1.0)) == pytest.approx(1e-3, rel=0.01)
+    assert costs.cost((100.0, 30.0, 1.0)) == pytest.approx(1e-3 + 30 * 5 * 5e-6, rel=0.01)
+    rows.append((100.0, 30.0, 1.0))
+    sums = costs.measured(rows, [(Action(ActionKind.F, 0, 3), 7)])
+    costs.add({(0, 0): sums, (0, 1): sums})
+    costs.fit()
+    assert costs.cost((0.0, 30.0, 0.0)) < 1e-6
 
 
 def test_the_costs_follow_a_change_and_are_equal_wherever_they_are_computed() -> None:

@@ -41,6 +41,7 @@ def main() -> None:
         last = threading.Thread(target=dist.all_reduce, args=(torch.ones(3, 4),), daemon=True)
         last.start()
         wait_for(has_begun_last)
+    wait_for(has_ended_others)
     for name, content in (("pickles", dump()), ("json", dump_as_json())):
         path = folder / name / f"nccl_trace_rank_{rank}"
         path.with_suffix(".new").write_bytes(content)
@@ -62,8 +63,17 @@ def dump_as_json() -> bytes:
 
 def has_begun_last() -> bool:
     """Returns whether the second all-reduce of this process has begun."""
-    entries = pickle.loads(dump())["entries"]
-    return sum(entry["profiling_name"] == "gloo:all_reduce" for entry in entries) == 2
+    names = [entry["profiling_name"] for entry in pickle.loads(dump())["entries"]]
+    return names.count("gloo:all_reduce") == 2
+
+
+def has_ended_others() -> bool:
+    """Returns whether gloo knows that all collectives but the second all-reduce have ended."""
+    return all(
+        entry["retired"]
+        for entry in pickle.loads(dump())["entries"]
+        if (entry["profiling_name"], entry["collective_seq_id"]) != ("gloo:all_reduce", 2)
+    )
 
 
 main()

@@ -110,7 +110,9 @@ def test_what_a_machine_lacks_or_forbids_is_left_out(monkeypatch: pytest.MonkeyP
     assert set(counters.end()) <= {ELAPSED, OWN_BUSY, PROCESSORS}
 
 
-def test_clocks_of_the_processor_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes files with the clocks of all processors, and returns their folder."""
     for processor in range(os.cpu_count() or 1):
         folder = tmp_path / f"cpu{processor}" / "cpufreq"
         folder.mkdir(parents=True)
@@ -118,11 +120,41 @@ def test_clocks_of_the_processor_in_use(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / "scaling_max_freq").write_text("2000000\n")
         (folder / "cpuinfo_max_freq").write_text("3500000\n")
     monkeypatch.setattr(machine_counters, "_PROCESSORS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("clocks")
+def test_clocks_of_the_processor_in_use() -> None:
     counters = MachineCounters()
     counts = counters.end()
     counters.close()
-    clocks = [counts[name] for name in (CLOCK, CLOCK_LIMIT, FULL_CLOCK)]
-    assert clocks == [1_800_000, 2_000_000, 3_500_000]
+    expected = {CLOCK: 1_800_000, CLOCK_LIMIT: 2_000_000, FULL_CLOCK: 3_500_000}
+    assert {name: counts[name] for name in expected} == expected
+
+
+def open_files_in(folder: Path) -> set[str]:
+    """Returns the open files of this process in a folder."""
+    return {
+        str(link.resolve())
+        for link in Path("/proc/self/fd").iterdir()
+        if link.resolve().is_relative_to(folder)
+    }
+
+
+def test_only_files_of_one_processor_stay_open(clocks: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    counters = MachineCounters()
+    try:
+        for processor in sorted(allowed):
+            os.sched_setaffinity(0, {processor})
+            assert counters.end()[CLOCK] == 1_800_000
+            folder = clocks / f"cpu{processor}"
+            assert len(open_files_in(folder)) == 3
+            assert open_files_in(clocks) == open_files_in(folder)
+    finally:
+        os.sched_setaffinity(0, allowed)
+        counters.close()
+    assert not open_files_in(clocks)
 
 
 def test_bytes_that_a_child_reads_from_disk_count(tmp_path: Path) -> None:
@@ -193,16 +225,13 @@ def test_ports_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for counter in ("rx_errors", "tx_errors", "tx_dropped"):
             (folder / counter).write_text("4\n")
     port = devices / "mlx5_0" / "ports" / "1"
-    for path, text in (
-        ("rate", "100 Gb/sec (4X EDR)\n"),
-        ("counters/port_xmit_wait", "70\n"),
-        ("hw_counters/packet_seq_err", "1\n"),
-    ):
+    for path, text in (("counters/port_xmit_wait", "70\n"), ("hw_counters/packet_seq_err", "1\n")):
         (port / path).parent.mkdir(parents=True, exist_ok=True)
         (port / path).write_text(text)
     monkeypatch.setattr(network_counters, "_NETWORKS", networks)
     monkeypatch.setattr(network_counters, "_RDMA_DEVICES", devices)
-    counters = MachineCounters()
+    (networks / "eth1" / "speed").write_text("1000\n")
+    counters = MachineCounters(interface="eth0")
     counters.begin()
     (networks / "eth0" / "statistics" / "rx_errors").write_text("10\n")
     (networks / "lo" / "statistics" / "rx_errors").write_text("999\n")

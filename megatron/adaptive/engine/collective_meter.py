@@ -152,9 +152,9 @@ class _TimedWork:
         self._work = work
         self._call = call
 
-    def wait(self, *arguments: Any) -> Any:
+    def wait(self, *arguments: Any, **options: Any) -> Any:
         """Waits for the collective."""
-        result = self._work.wait(*arguments)
+        result = self._work.wait(*arguments, **options)
         if self._call.end is None:
             self._call.end = self._call.clock.mark()
         return result

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,13 @@ from megatron.adaptive.engine.folder_lease import Lease
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
 
 T = TypeVar("T")
+
+_FAILED_SETUPS = "megatron-adaptive-failed"
+"""First part of the names of keys under which ranks count failed set-ups."""
+_FAILED_TOGETHER_S = 3.0
+"""Maximum time in seconds to wait until the set-up has failed on all ranks."""
+_POLL_S = 0.02
+"""Time in seconds between two looks at the number of failed ranks."""
 
 
 def is_alone() -> bool:
@@ -203,26 +211,53 @@ class Job:
 
         Collective.
         """
+        if not self.owns_process_group:
+            dist.barrier()  # after this, no rank is waiting in one of these groups
+        self._end(with_groups=True)
+
+    def _end(self, *, with_groups: bool) -> None:
+        """Ends this rank's part of the job, without waiting for other ranks.
+
+        Args:
+            with_groups: Whether the job's process groups are destroyed.
+        """
         self.end_leases()
+        if not with_groups:
+            return
         if self.owns_process_group:
             dist.destroy_process_group()
             return
         if not self.groups:
             self.settle()
-        dist.barrier()  # after this, no rank is waiting in one of these groups
         destroy_groups(self.groups)
 
-    def close_after(self, error: BaseException) -> None:
+    def close_after_error(self) -> None:
         """Ends the job after an error in its set-up, so that the process can set up another job.
 
-        All ranks raise the errors of this package together. Any other error may be of this rank
-        alone: then groups that belong to the caller stay, because their end waits for all ranks.
-
-        Args:
-            error: Error that the caller raises again.
+        Often all ranks raise the same error together. But an error may also be of this rank alone,
+        and must be visible before the others' time limit. So this rank waits for the others only
+        for a short time. If they have not failed by then, groups of a process group that belongs to
+        the caller stay, because the others may be waiting in them.
         """
-        if isinstance(error, AdaptiveError) or self.owns_process_group:
-            self.close()
+        self._end(with_groups=self.owns_process_group or self._have_all_failed())
+
+    def _have_all_failed(self) -> bool:
+        """Returns whether all ranks have called this within a few seconds of this rank's call."""
+        if is_alone():
+            return True
+        store = dist.distributed_c10d._get_default_store()
+        if store is None:  # under MPI
+            return False
+        key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
+        deadline_s = time.monotonic() + _FAILED_TOGETHER_S
+        try:
+            count = store.add(key, 1)
+            while count < self.environment.world_size and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                count = store.add(key, 0)
+        except (RuntimeError, OSError):  # the process that has the store has ended
+            return False
+        return bool(count >= self.environment.world_size)
 
 
 def environment_of_rank() -> Environment:

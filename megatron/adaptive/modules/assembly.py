@@ -53,7 +53,8 @@ class PipelineSettings(SampledModel):
             of shapes (and values of ``decisive_entries``) of a microbatch.
         order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
             first and last, by the arithmetic counted in their recordings (``work``) or by predicted
-            time (``time``). Two runs with ``work`` have the same order.
+            time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            changes buffers in training takes only ``given``.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
@@ -283,7 +284,7 @@ def _keep_part(
     model = request.model
     device = mesh.accelerator.device
     cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
-    buffer_use = BufferUse(placement=placement)
+    buffer_use = BufferUse(placement=placement, order=request.order)
     for cut in cut_examples:
         buffer_use.add(cut)
     mesh.on_first(lambda: _report_unused(request, examples, cut_examples))

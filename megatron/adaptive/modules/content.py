@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -58,25 +60,54 @@ _DIGEST_BYTES = 6
 """Size of a digest, which a floating-point number of 64 bits must hold exactly."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """Contains numbers that differ for lists of other contents.
+
+    Attributes:
+        kinds: Digest of names, shapes and element types of tensors, and of other objects; never 0.
+        read: Digest that says which tensors' values count.
+        values: Digest of these values.
+    """
+
+    kinds: int = 0
+    read: int = 0
+    values: int = 0
+
+    def is_alike(self, other: Digest) -> bool:
+        """Returns whether the contents may be equal; values decide if both read the same."""
+        if self.kinds != other.kinds:
+            return False
+        return self.read != other.read or self.values == other.values
+
+
 class DealtList(list[Microbatch]):
     """Contains the microbatches that one replica trains.
 
     Args:
         batch: All microbatches of the step.
         numbers: Indices in ``batch`` of this replica's microbatches, ascending.
-        digest: Number that is equal on ranks that dealt alike.
+        digest: Digest that is alike on ranks that dealt alike.
 
     Attributes:
         numbers: Indices in the whole batch of this replica's microbatches, ascending.
-        digest: Number that is equal on ranks that dealt alike.
+        digest: Digest that is alike on ranks that dealt alike.
+        total: Number of microbatches in the whole batch.
     """
 
     def __init__(
-        self, batch: Sequence[Microbatch], numbers: Sequence[int], digest: int = 0
+        self, batch: Sequence[Microbatch], numbers: Sequence[int], digest: Digest | None = None
     ) -> None:
         super().__init__(batch[number] for number in numbers)
         self.numbers = tuple(numbers)
-        self.digest = digest
+        self.digest = digest or Digest()
+        self.total = len(batch)
+        self._dealt = tuple(self)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Returns whether the list has its original microbatches in their order."""
+        return len(self) == len(self._dealt) and all(map(operator.is_, self, self._dealt))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +120,37 @@ class Declared:
         is_listed: Whether the batch is a list of microbatches.
         has_items: Whether the numbers of items of the microbatches are known.
         content: Digest of the replica's microbatches.
-        dealt: Digest of the whole batch and its distribution over replicas, 0 without dealing.
+        dealt: Digest of the whole batch and its distribution over replicas, empty without dealing.
+        order: Digest of the order in which the replica runs its microbatches.
     """
 
     step: int
     refused: bool = False
     is_listed: bool = False
     has_items: bool = False
-    content: int = 0
-    dealt: int = 0
+    content: Digest = Digest()
+    dealt: Digest = Digest()
+    order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns the fields as numbers."""
-        return [float(value) for value in vars(self).values()]
+        """Returns the fields as numbers, those of digests one after the other."""
+        values: list[float] = []
+        for value in vars(self).values():
+            values += vars(value).values() if isinstance(value, Digest) else [value]
+        return [float(value) for value in values]
+
+    def decoded(self, numbers: Iterable[float]) -> Declared:
+        """Returns another rank's facts from its encoded fields; surplus numbers are ignored."""
+        rest = map(int, numbers)
+        size = len(vars(Digest()))
+        facts: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Digest):
+                parts = zip(vars(value), itertools.islice(rest, size), strict=True)
+                facts[name] = Digest(**dict(parts))
+            else:
+                facts[name] = type(value)(next(rest))
+        return Declared(**facts)
 
 
 class Content:
@@ -145,25 +194,27 @@ class Content:
         return (*(counts.get(name, 0.0) for name in self._names), *pairs, 1.0)
 
 
-def digest_of(parts: Iterable[object]) -> int:
-    """Returns a number that differs for other contents; never 0.
+def digest_of(parts: Iterable[object]) -> Digest:
+    """Returns the digest of a list.
 
     Args:
         parts: Microbatches, whose shapes, element types and whole numbers count, or other objects,
             whose ``repr`` counts. Values on a GPU do not count, because reading them takes time.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
+    kinds, read, values = (hashlib.blake2b(digest_size=_DIGEST_BYTES) for _ in range(3))
+    for index, part in enumerate(parts):
         if not isinstance(part, Mapping):
-            digest.update(repr(part).encode())
+            kinds.update(repr(part).encode())
             continue
         for name in sorted(part):
             tensor = part[name]
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            kinds.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             is_whole = not (tensor.is_floating_point() or tensor.is_complex())
             if tensor.device.type == "cpu" and is_whole:
-                digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return int.from_bytes(digest.digest(), "little") or 1
+                read.update(f"{index} {name};".encode())
+                values.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    numbers = (int.from_bytes(each.digest(), "little") for each in (kinds, read, values))
+    return Digest(kinds=next(numbers) or 1, read=next(numbers), values=next(numbers))
 
 
 class ContentBalance:
@@ -201,14 +252,14 @@ class ContentBalance:
         self._dealing = dealing
         self._mesh = mesh
         self._partition = tuple(partition)
+        self._sample_work = dict(sample_work)
         self._group = group
         self._least = least
         self.is_on = order != "given" or dealing != "turns"
         self._is_timed = "time" in (order, dealing)
         self._content = Content(sample_work)
-        count = len(self._content.labels)
-        self._segments = self._fitted(sample_work)
-        self._times = ContentCosts(placement, count)
+        segments = [self._fitted(work) for work in zip(*sample_work.values(), strict=True)]
+        self._times = ContentCosts(placement, partition, segments)
         self._steps = self._fits = 0
         self._rows: list[Numbers] = []
         # Sums of the last training step, which are sent before the next one.
@@ -217,16 +268,18 @@ class ContentBalance:
         if self.is_on:
             self._positions = mesh.gather((mesh.dp_rank, mesh.pp_rank))
 
-    def _fitted(self, sample_work: Mapping[Signature, Sequence[float]]) -> list[StageFit]:
-        """Returns a fit of each segment's counted work in the sample's recordings."""
-        rows = [self._content.numbers_of(signature) for signature in sample_work]
-        fits = []
-        for of_segment in zip(*sample_work.values(), strict=True):
-            fit = StageFit(len(rows[0]))
-            fit.add(squares_of(rows), products_of(rows, of_segment))
-            fit.fit()
-            fits.append(fit)
-        return fits
+    def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
+        """Returns a fit of counted work to the content of the sample's recordings.
+
+        Args:
+            work: Counted work of each recording.
+            start: Indices of the numbers that explain the work at first; empty for all.
+        """
+        rows = [self._content.numbers_of(signature) for signature in self._sample_work]
+        fit = StageFit(len(rows[0]))
+        fit.add(squares_of(rows), products_of(rows, work))
+        fit.fit(start)
+        return fit
 
     @property
     def seconds(self) -> list[dict[str, float]]:
@@ -245,14 +298,26 @@ class ContentBalance:
 
         Empty before the first fit.
         """
-        return self._times.segment_costs(self._partition, self._segments) if self._fits else ()
+        return self._times.segment_costs() if self._fits else ()
 
-    def _cost(self, rule: str, microbatch: Microbatch) -> float:
-        """Returns the cost of a microbatch under a rule; before the first fit, counted work."""
-        numbers = self._content.numbers(microbatch)
+    def _costs_of(self, rule: str, batch: Sequence[Microbatch]) -> list[float]:
+        """Returns the predicted cost of each microbatch; before the first fit, counted work.
+
+        Args:
+            rule: ``work`` or ``time``.
+            batch: All microbatches whose costs are compared.
+        """
+        rows = [self._content.numbers(microbatch) for microbatch in batch]
         if rule == "time" and self._fits:
-            return self._times.cost(numbers)
-        return sum(fit.cost(numbers) for fit in self._segments)
+            return [self._times.cost(row) for row in rows]
+        # A single fit for the whole model, so that its partition does not matter. What is the same
+        # in all microbatches cannot explain why their costs differ, so it counts like the
+        # microbatch itself, whose number is the last.
+        columns = list(zip(*rows, strict=True))
+        unequal = {index for index, column in enumerate(columns) if len(set(column)) > 1}
+        totals = [math.fsum(work) for work in self._sample_work.values()]
+        fit = self._fitted(totals, {*unequal, len(columns) - 1})
+        return [fit.cost(row) for row in rows]
 
     def order_of(self, microbatches: Sequence[Microbatch], work: Sequence[float]) -> list[int]:
         """Returns the indices of a replica's microbatches in the order to run them.
@@ -264,35 +329,58 @@ class ContentBalance:
         if self._order == "given":
             return list(range(len(microbatches)))
         if self._order == "time" and self._fits:
-            work = [self._cost("time", part) for part in microbatches]
+            work = self._costs_of("time", microbatches)
         return order_by_cost(work, self._mesh.pipeline_size)
 
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
-        """Returns this replica's microbatches of a whole batch, ``None`` without dealing by cost.
+        """Returns this replica's microbatches of a whole batch.
+
+        ``None`` if the batch is a list of other things, and they are dealt in turns.
 
         Raises:
-            ConfigError: If the batch has too few microbatches, or their number does not divide.
+            ConfigError: If the batch is a list of other things, and dealing is by cost.
         """
         replicas = self._mesh.dp_size
+        is_of_microbatches = all(isinstance(part, Mapping) for part in batch)
         if self._dealing == "turns" or replicas == 1:
-            return None
-        if not all(isinstance(part, Mapping) for part in batch):
+            numbers = range(self._mesh.dp_rank, len(batch), replicas)
+            return DealtList(batch, numbers) if is_of_microbatches else None
+        if not is_of_microbatches:
             raise ConfigError(
                 f"share() was given a list of other things than microbatches, and dealing is"
                 f" {self._dealing!r}: take [values[n] for n in numbers], with the numbers of the"
                 " list that share() returned for the microbatches"
             )
-        if len(batch) % self._group or len(batch) < self._least * replicas:
+        each = self._costs_of(self._dealing, batch)
+        least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
+        each = [cost + least_cost for cost in each]
+        # Evaluations take any number of microbatches, so only check_total() refuses some.
+        if self._is_trainable(len(batch)):
+            dealt = deal([each] * replicas, group=self._group, least=self._least)
+        else:
+            dealt = deal([each] * replicas)
+        return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
+
+    def _is_trainable(self, total: int) -> bool:
+        """Returns whether so many microbatches can be dealt to replicas that train."""
+        return not total % self._group and total >= self._least * self._mesh.dp_size
+
+    def check_total(self, batch: Any) -> None:
+        """Checks that the schedule can train the number of microbatches of a dealt list.
+
+        Raises:
+            ConfigError: If the whole batch had too few microbatches, or their number does not
+                divide.
+        """
+        replicas = self._mesh.dp_size
+        if self._dealing == "turns" or replicas == 1 or not isinstance(batch, DealtList):
+            return
+        if not self._is_trainable(batch.total):
             raise ConfigError(
-                f"a batch of {len(batch)} microbatches was given to {replicas} replicas: give at"
+                f"a batch of {batch.total} microbatches was given to {replicas} replicas: give at"
                 f" least {self._least * replicas}"
                 + (f", and a multiple of {self._group}" if self._group > 1 else "")
             )
-        each = [self._cost(self._dealing, part) for part in batch]
-        least_cost = _LEAST_COST * sum(each) / len(each)
-        each = [cost + least_cost for cost in each]
-        dealt = deal([each] * replicas, group=self._group, least=self._least)
-        return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
         """Returns the index of each microbatch of this replica in the whole step.
@@ -311,7 +399,7 @@ class ContentBalance:
             return range(mesh.dp_rank * count, (mesh.dp_rank + 1) * count)
         if self._dealing == "turns" or mesh.dp_size == 1:
             return range(mesh.dp_rank, mesh.dp_rank + count * mesh.dp_size, mesh.dp_size)
-        if not isinstance(batch, DealtList) or len(batch.numbers) != count:
+        if not isinstance(batch, DealtList) or not batch.is_unchanged:
             raise ConfigError(
                 f"dealing is {self._dealing!r}, and the list was not made by share(), or was"
                 " changed since: pass the list that share() returned"
@@ -335,13 +423,12 @@ class ContentBalance:
         gathered = [message.clone() for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, message, group=self._mesh.control_group)
         rows = [of_rank.tolist() for of_rank in gathered]
-        fields = list(vars(declared))
-        answers = [dict(zip(fields, row, strict=False)) for row in rows]
-        if any(answer["refused"] for answer in answers):
+        answers = [declared.decoded(row) for row in rows]
+        if any(answer.refused for answer in answers):
             self._refuse(error)
         self._require_equal(answers)
         if self._is_timed:
-            self._add_times([row[len(fields) :] for row in rows])
+            self._add_times([row[len(row) - len(sums) :] for row in rows])
 
     def _refuse(self, error: Exception | None) -> None:
         """Raises this rank's error, or one that names another rank that refused. Collective."""
@@ -351,7 +438,7 @@ class ContentBalance:
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise ConfigError(f"rank {rank} refuses its batch: {text}")
 
-    def _require_equal(self, answers: Sequence[Mapping[str, float]]) -> None:
+    def _require_equal(self, answers: Sequence[Declared]) -> None:
         """Checks that ranks know the same.
 
         Raises:
@@ -366,14 +453,19 @@ class ContentBalance:
             " batch to share() on all processes, as often",
             "content": "of one replica have different microbatches: pass the same list on all"
             " processes of a replica",
+            "order": "of one replica have different orders, because their recordings or times of"
+            " earlier steps differ: build the same model on all processes, and make a new Pipeline",
         }
         for field, text in texts.items():
-            first_of: dict[int, int] = {}
-            for rank, answer in enumerate(answers):
-                replica = self._positions[rank][0] if field == "content" else 0
-                first = first_of.setdefault(replica, rank)
-                if answer[field] != answers[first][field]:
-                    raise ConfigError(f"ranks {first} and {rank} {text}")
+            groups: dict[int, list[int]] = {}
+            for rank, (replica, _) in enumerate(self._positions):
+                is_of_replica = field in ("content", "order")
+                groups.setdefault(replica if is_of_replica else 0, []).append(rank)
+            for ranks in groups.values():
+                differing = _differing([getattr(answers[rank], field) for rank in ranks])
+                if differing is not None:
+                    first, second = (ranks[index] for index in differing)
+                    raise ConfigError(f"ranks {first} and {second} {text}")
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
         """Notes the microbatches of a training step, in the order in which they run."""
@@ -413,6 +505,22 @@ class ContentBalance:
                 " it as partition at the next start, or pipeline.segment_seconds as weights",
                 flush=True,
             )
+
+
+def _differing(values: Sequence[object]) -> tuple[int, int] | None:
+    """Returns the indices of two values that differ, or of two digests that are not alike."""
+    first_of: dict[int, int] = {}
+    for index, value in enumerate(values):
+        if not isinstance(value, Digest):
+            if value != values[0]:
+                return 0, index
+            continue
+        # Values are compared with those of the first rank that has read the same tensors.
+        for earlier in (0, first_of.setdefault(value.read, index)):
+            other = values[earlier]
+            if not isinstance(other, Digest) or not other.is_alike(value):
+                return earlier, index
+    return None
 
 
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:

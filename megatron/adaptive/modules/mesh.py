@@ -79,10 +79,9 @@ class Mesh(Job):
         dist.all_gather(gathered, local, group=self.dp_group)
         return [of_replica.tolist() for of_replica in gathered]
 
-    def close(self) -> None:
-        """Ends the process groups of the mesh and of the job. Collective over all ranks."""
+    def _end(self, *, with_groups: bool) -> None:
         parallel_state.destroy_model_parallel()
-        super().close()
+        super()._end(with_groups=with_groups)
 
 
 _store_of_process = functools.cache(meet)

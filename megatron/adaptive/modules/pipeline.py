@@ -117,7 +117,8 @@ class Pipeline:
             of shapes (and values of ``decisive_entries``) of a microbatch.
         order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
             first and last, by the arithmetic counted in their recordings (``work``) or by predicted
-            time (``time``). Two runs with ``work`` have the same order.
+            time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
+            changes buffers in training takes only ``given``.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
@@ -320,8 +321,8 @@ class Pipeline:
         try:
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
-        except Exception as error:
-            self._mesh.close_after(error)
+        except Exception:
+            self._mesh.close_after_error()
             raise
         self._update = self._assembly.update
         self._maker = StepMaker(request, form, self._assembly, self._mesh, self._orders.placement)
@@ -394,8 +395,8 @@ class Pipeline:
 
         Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
         dealt to the replicas in turn, or by their predicted cost if ``dealing`` says so. Then all
-        processes must pass the same whole list, and ``numbers`` of the returned list has the
-        indices of its microbatches in the whole list.
+        processes must pass the same whole list, and pass the returned list on unchanged.
+        ``numbers`` of the returned list has the indices of its microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
@@ -484,7 +485,6 @@ class Pipeline:
                 batch in entries or types, or uses parameters that the sample batch did not use.
             TransportError: If another process has ended or does not answer.
         """
-        self._update.check_trained()
         work = self._maker.work(batch, num_items, self.steps + 1)
         count = len(work.microbatches)
         if self._loop is not None:

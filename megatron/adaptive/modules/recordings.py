@@ -233,11 +233,13 @@ class BufferUse:
 
     Attributes:
         placement: Assignment of stages to ranks.
+        order: Order in which a replica runs its microbatches.
         ranks: Positions in the pipeline of the ranks that use each buffer, by name.
         changed: Names of the buffers that a forward pass may change.
     """
 
     placement: Placement
+    order: str = "given"
     ranks: dict[str, set[int]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
 
@@ -246,8 +248,12 @@ class BufferUse:
 
         Raises:
             ConfigError: If a buffer changes on a rank, and another rank uses it. The other rank
-                would use old values.
+                would use old values. Or if a buffer changes in training, and an order by cost is
+                chosen. The buffer would get other values than in the given order.
         """
+        training = cut.forwards.tapes.get("training")
+        if training is not None and self.order != "given":
+            self._require_constant(training)
         for stage in range(self.placement.num_stages):
             rank, _ = self.placement.locate(stage)
             for plan in cut.plans(stage):
@@ -263,6 +269,19 @@ class BufferUse:
                     "the pipeline use it, in evaluation or in microbatches of other kinds: move "
                     "the cut point so that only one stage uses it"
                 )
+
+    def _require_constant(self, training: Tape) -> None:
+        """Checks that a forward pass in training changes no buffer.
+
+        Raises:
+            ConfigError: If it changes one.
+        """
+        names = sorted(training.values[number].name for number in changed_buffers(training))
+        if names:
+            raise ConfigError(
+                f"order is {self.order!r}, and buffer {names[0]} changes in the forward, so its"
+                " values depend on the order of the microbatches: leave out order"
+            )
 
 
 def activation_bytes(tape: Tape) -> int:

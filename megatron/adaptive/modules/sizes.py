@@ -145,8 +145,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
             )
         assert request.pipeline_size != "auto"
         mesh = make_mesh(job, request.pipeline_size)
-    except Exception as error:
-        job.close_after(error)
+    except Exception:
+        job.close_after_error()
         raise
     return SettledSizes(mesh=mesh, request=request, plan=plan, order=order)
 

@@ -20,7 +20,7 @@ from megatron.adaptive.modules.batch import (
     samples_in,
     stretched,
 )
-from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, digest_of
+from megatron.adaptive.modules.content import ContentBalance, DealtList, Declared, Digest, digest_of
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import RankPrograms
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -150,6 +150,7 @@ class StepMaker:
         self._form = form
         self._recordings = assembly.recordings
         self._mesh = mesh
+        self._update = assembly.update
         self.balance = ContentBalance(
             order=request.order,
             dealing=request.dealing,
@@ -199,11 +200,18 @@ class StepMaker:
         """
         balance = self.balance
         try:
+            if step >= 0:
+                self._update.check_trained()
             microbatches = self._form.divide(batch)
             items = check_num_items(num_items, len(microbatches))
             is_listed = is_list(batch)
             numbers = balance.numbers_of(batch, len(microbatches), is_listed=is_listed)
+            if step >= 0:
+                balance.check_total(batch)
             programs = [self._recordings.of(part, step) for part in microbatches]
+            order: Sequence[int] = range(len(microbatches))
+            if step >= 0:
+                order = balance.order_of(microbatches, [each.work for each in programs])
         except Exception as error:
             # Without this, the other ranks would wait for this one until their time limit.
             if balance.is_on:
@@ -216,7 +224,8 @@ class StepMaker:
                     is_listed=is_listed,
                     has_items=items is not None,
                     content=digest_of(microbatches),
-                    dealt=batch.digest if isinstance(batch, DealtList) else 0,
+                    dealt=batch.digest if isinstance(batch, DealtList) else Digest(),
+                    order=digest_of(order).kinds,
                 )
             )
         work = StepWork(
@@ -227,9 +236,7 @@ class StepMaker:
             numbers=numbers,
             order=range(len(microbatches)),
         )
-        if step < 0:
-            return work
-        return work.reordered(balance.order_of(microbatches, [each.work for each in programs]))
+        return work.reordered(order)
 
     def _weights(
         self, items: Sequence[float] | None, count: int, *, is_listed: bool

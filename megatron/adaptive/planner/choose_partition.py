@@ -221,12 +221,16 @@ class Decision:
         move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
             nothing.
         partition: Number of layers of each stage after the move. ``None`` for the present numbers.
+        present_s: Simulated step time in seconds without a move, ``None`` if nothing fits then.
+        step_s: Simulated step time in seconds after the move, ``None`` without one.
     """
 
     text: str
     stay: Candidate | None = None
     move: Candidate | None = None
     partition: Partition | None = None
+    present_s: float | None = None
+    step_s: float | None = None
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
@@ -375,7 +379,7 @@ def _decision(
     if not moves:
         assert stay is not None
         return Decision(text=stay.reason, stay=stay.best)
-    _, partition, choice = min(moves, key=lambda move: move[0])
+    step_s, partition, choice = min(moves, key=lambda move: move[0])
     text = choice.reason
     new_partition = None if partition == loads.partition else partition
     if stay is not None:
@@ -383,7 +387,14 @@ def _decision(
         layers_text = "" if new_partition is None else f" of {layers} layers"
         text += f"; in a {loads.placement.kind}{layers_text} at best {stay.step_s * 1e3:.4g} ms"
     best = None if stay is None else stay.best
-    return Decision(text=text, stay=best, move=choice.best, partition=new_partition)
+    return Decision(
+        text=text,
+        stay=best,
+        move=choice.best,
+        partition=new_partition,
+        present_s=None if stay is None else stay.step_s,
+        step_s=step_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, 
 from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     NextTrial,
+    SliceChoice,
     SliceTrial,
     added_s,
     choose_number,
@@ -243,6 +244,7 @@ class Tuner:
                 profile, placement=present, most=most, num_slices=number, quick=quick, **settings
             )
 
+        chosen: SliceChoice | None = None
         try:
             number, text, factor = num_slices, "", 1.0
             if self.trial is not None:
@@ -269,7 +271,12 @@ class Tuner:
                 )
             return _recut(replace(decision, text=decision.text + text), num_slices)
         except ScheduleError as error:
-            return Decision(text=f"auto keeps adaptive: {error}")
+            if chosen is None:
+                return Decision(text=f"auto keeps adaptive: {error}")
+            # The number of slices is known, and the fastest of the schedules simulated for it.
+            best = chosen.schedule
+            text = f"{best.reason}; {chosen.text}; nothing else was compared: {error}"
+            return _recut(Decision(text=text, stay=best.best), num_slices)
 
     def _links(self) -> dict[int, Link]:
         """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.

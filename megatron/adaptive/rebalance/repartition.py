@@ -36,6 +36,7 @@ from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.planner.choose_partition import (
+    Decision,
     Loads,
     Partition,
     PartitionMove,
@@ -58,6 +59,8 @@ KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _WARM_UP = 1
 _MOST_STEPS = 32
 _LEAST_STEPS = 3
+_JUDGED_STEPS = 8
+"""Number of steps after which a move that ``auto`` made, or one that follows it, is checked."""
 _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
@@ -172,10 +175,10 @@ class Repartitioner:
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
         settings = run.job.config.schedule
         self._message = message
+        self._may_move = settings.repartition != "off"
         self._interval = settings.repartition_interval
         self._gain = settings.repartition_gain
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
-        self._skip = _WARM_UP
         self._since = 0
         self._promise: Move | None = None
         self._share: LayerShare | None = None
@@ -184,6 +187,7 @@ class Repartitioner:
     def adopt(self, run: Run) -> None:
         """Starts to measure a run that has just been built, or built again after a move."""
         self._run = run
+        self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
@@ -207,6 +211,47 @@ class Repartitioner:
             their second half.
         """
         return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
+
+    @property
+    def is_needed(self) -> bool:
+        """Returns whether layers may move later, or a move is still to be judged."""
+        return self._may_move or self._promise is not None
+
+    def promise_of(self, decision: Decision) -> Move | None:
+        """Returns the move of layers that ``auto`` has decided on, to compare it later. Collective.
+
+        Args:
+            decision: Decision, equal on all ranks.
+
+        Returns:
+            Move with the measured step time before it; ``None`` if layers stay, or if nothing was
+            simulated without a move.
+        """
+        if decision.partition is None or decision.present_s is None or decision.step_s is None:
+            return None
+        spans_s = self._run.job.gather(tuple(span_s for _, span_s in self._steps))
+        return Move(
+            partition=decision.partition,
+            present_s=decision.present_s,
+            step_s=decision.step_s,
+            why="auto",
+            before_s=_step_s(spans_s),
+            former=self._partition,
+        )
+
+    def expect(self, promise: Move, run: Run) -> None:
+        """Starts to measure a run that ``auto`` has built again, to check its move of layers.
+
+        What slowed a rank in the first steps may have passed since. Then layers move again, and
+        each move is checked, until a check moves nothing.
+
+        Args:
+            promise: Move that was made.
+            run: Run that was built.
+        """
+        self._promise = promise
+        self._skip = _WARM_UP
+        self.adopt(run)
 
     def _forget(self) -> None:
         self._steps.clear()
@@ -235,7 +280,9 @@ class Repartitioner:
         sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
         self._steps.append((medians, times.span_s))
-        if self._since < self._interval:
+        if not self.is_needed or self._since < (
+            self._interval if self._may_move else _JUDGED_STEPS
+        ):
             return None
         measured = self._run.job.gather(self._measurements())
         move, step_s, is_late = self._run.job.on_first(
@@ -269,7 +316,6 @@ class Repartitioner:
             f"{predicted}{layers} layer{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = None if move.is_return else move
-        self._skip = _WARM_UP
         self.adopt(run)
 
     def _compare(self, step_s: float) -> Move | None:
@@ -336,9 +382,7 @@ class Repartitioner:
         candidate = run.forward_backward.orders.candidate(num_microbatches)
         gain = self._gain
         count = min(len(of_rank.steps) for of_rank in measured)
-        span_s = statistics.median(
-            max(of_rank.spans_s[step] for of_rank in measured) for step in range(count)
-        )
+        span_s = _step_s([of_rank.spans_s for of_rank in measured])
         if count < _LEAST_STEPS:
             return None, span_s, False
 
@@ -389,6 +433,16 @@ class Repartitioner:
             )
             for steps in (slice(None), slice(half), slice(half, None))
         ]
+
+
+def _step_s(spans_s: Sequence[Sequence[float]]) -> float:
+    """Returns the median time in seconds of a step, which lasts as long as on its slowest rank.
+
+    Args:
+        spans_s: Time of each step in seconds, by rank.
+    """
+    count = min(map(len, spans_s))
+    return statistics.median(max(spans[step] for spans in spans_s) for step in range(count))
 
 
 def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:

@@ -63,10 +63,12 @@ class SliceChoice:
 
     Attributes:
         num_slices: Number of slices.
+        schedule: Fastest schedule with this number.
         text: Simulated steps with each number, as a part of a line for the log.
     """
 
     num_slices: int
+    schedule: ScheduleChoice
     text: str
 
 
@@ -137,21 +139,23 @@ def choose_number(
     Raises:
         ScheduleError: No number fits into memory.
     """
-    steps_s: dict[int, float] = {}
+    schedules: dict[int, ScheduleChoice] = {}
     for number in numbers:
-        if steps_s and time.monotonic() >= until_s:
+        if schedules and time.monotonic() >= until_s:
             break
         with contextlib.suppress(ScheduleError):
-            steps_s[number] = choose_for(number).step_s
-    if not steps_s:
+            schedules[number] = choose_for(number)
+    if not schedules:
         raise ScheduleError(
             "no number of slices fits into memory; lower --micro-batch-size or recompute"
             " activations"
         )
+    steps_s = {number: schedule.step_s for number, schedule in schedules.items()}
     least_s = min(steps_s.values())
     number = min(n for n, step_s in steps_s.items() if step_s <= least_s * (1 + _ALIKE))
     listed = ", ".join(f"{n}: {steps_s[n] * 1e3:.4g} ms" for n in sorted(steps_s))
-    return SliceChoice(num_slices=number, text=f"simulated steps by number of slices: {listed}")
+    text = f"simulated steps by number of slices: {listed}"
+    return SliceChoice(num_slices=number, schedule=schedules[number], text=text)
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:

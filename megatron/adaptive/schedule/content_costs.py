@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -82,13 +82,17 @@ class StageFit:
             _REMEMBERED * old + new for old, new in zip(self._products, products, strict=True)
         ]
 
-    def fit(self) -> None:
+    def fit(self, start: Collection[int] = ()) -> None:
         """Sets the factors to values that fit the sums best.
 
-        At first all numbers explain the same share of the cost. Then each factor in turn gets its
-        best value that is not negative, with the others fixed. So numbers that always grow
+        At first some numbers explain the same share of the cost each. Then each factor in turn gets
+        its best value that is not negative, with the others fixed. So numbers that always grow
         together, such as those of ``input_ids`` and ``labels``, share the cost. If one microbatch
-        is all that is known, each of its numbers explains a part of the cost.
+        is all that is known, these numbers explain a part of the cost each.
+
+        Args:
+            start: Indices of the numbers that explain the cost at first. Empty, or of unused
+                numbers only, for all.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -101,7 +105,12 @@ class StageFit:
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
         target = [self._products[index] / scales[index] for index in used]
-        solution = [max(0.0, each) / len(used) for each in target]
+        shares = [float(index in start) for index in used]
+        if not any(shares):
+            shares = [1.0] * len(used)
+        solution = [
+            share * max(0.0, each) / sum(shares) for share, each in zip(shares, target, strict=True)
+        ]
         for _ in range(_SWEEPS):
             for index, row in enumerate(rows):
                 predicted = sum(a * b for a, b in zip(row, solution, strict=True))
@@ -109,6 +118,15 @@ class StageFit:
         self.factors = [0.0] * count
         for index, value in zip(used, solution, strict=True):
             self.factors[index] = value / scales[index]
+
+    def is_used(self, index: int) -> bool:
+        """Returns whether a number of a microbatch in the sums is not 0.
+
+        Args:
+            index: Index of the number.
+        """
+        count = len(self.factors)
+        return self._squares[index * count - index * (index - 1) // 2] > 0
 
     @property
     def mean_cost(self) -> float:
@@ -129,7 +147,8 @@ class ContentCosts:
 
     Args:
         placement: Assignment of stages to ranks.
-        count: Number of numbers that describe the content of a microbatch.
+        partition: Number of segments in each stage.
+        segments: Fit of each segment's counted work.
 
     Attributes:
         stages: Fit of each stage.
@@ -137,9 +156,13 @@ class ContentCosts:
         num_sums: Number of sums that a rank measures in a step.
     """
 
-    def __init__(self, placement: Placement, count: int) -> None:
+    def __init__(
+        self, placement: Placement, partition: Sequence[int], segments: Sequence[StageFit]
+    ) -> None:
         self._placement = placement
-        self.count = count
+        fits = iter(segments)
+        self._segments = [list(itertools.islice(fits, size)) for size in partition]
+        self.count = count = len(segments[0].factors)
         self._num_squares = count * (count + 1) // 2
         self.num_sums = self._num_squares + placement.num_chunks * count
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
@@ -148,23 +171,16 @@ class ContentCosts:
         """Returns the predicted cost of a microbatch on all stages together."""
         return sum(stage.cost(numbers) for stage in self.stages)
 
-    def segment_costs(
-        self, partition: Sequence[int], segments: Sequence[StageFit]
-    ) -> tuple[float, ...]:
+    def segment_costs(self) -> tuple[float, ...]:
         """Returns the mean cost of each segment for the content of the steps so far.
 
         The mean cost of a stage is divided among its segments by their predicted work.
-
-        Args:
-            partition: Number of segments in each stage.
-            segments: Fit of each segment's work.
         """
         costs: list[float] = []
-        for stage, size in zip(self.stages, partition, strict=True):
-            members = segments[len(costs) : len(costs) + size]
+        for stage, members in zip(self.stages, self._segments, strict=True):
             work = [fit.cost(stage.mean_numbers) for fit in members]
             total = sum(work)
-            shares = [each / total for each in work] if total else [1 / size] * size
+            shares = [each / total for each in work] if total else [1 / len(work)] * len(work)
             costs += [stage.mean_cost * share for share in shares]
         return tuple(costs)
 
@@ -201,6 +217,23 @@ class ContentCosts:
             fit.add(list(map(sum, squares)), list(map(sum, products)))
 
     def fit(self) -> None:
-        """Sets the factors of all stages to values that fit their sums best."""
+        """Sets the factors of all stages to values that fit their sums best.
+
+        Numbers that were 0 in all steps so far keep the counted work of the stage's segments, in
+        seconds. Otherwise microbatches of a new kind would cost nothing.
+        """
         for stage in self.stages:
             stage.fit()
+        work = sum(
+            fit.cost(stage.mean_numbers)
+            for stage, members in zip(self.stages, self._segments, strict=True)
+            for fit in members
+        )
+        if not work:
+            return
+        seconds_per_work = sum(stage.mean_cost for stage in self.stages) / work
+        for stage, members in zip(self.stages, self._segments, strict=True):
+            for index in range(self.count):
+                if not stage.is_used(index):
+                    counted = sum(fit.factors[index] for fit in members)
+                    stage.factors[index] = counted * seconds_per_work

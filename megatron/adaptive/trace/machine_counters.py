@@ -39,7 +39,7 @@ from megatron.adaptive.trace.network_counters import (
     increase,
     pause_files,
     retry_files,
-    slowest_port_mbit_per_s,
+    speed_mbit_per_s,
 )
 
 ELAPSED = "elapsed_ns"
@@ -174,19 +174,22 @@ class MachineCounters:
     Args:
         gpu_uuid: Id of the process's GPU, as in ``nvidia-smi -L``; empty for none.
         gpu_ranks: Number of ranks of the job that share the GPU.
+        interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
         missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
             can be read, the reason stands for all of them.
     """
 
-    def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1) -> None:
+    def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source] = {}
         self._readers: dict[str, _Source] = {}
-        self._clocks: dict[tuple[int, str], _Source | None] = {}
+        self._clocks: dict[str, _Source] = {}
+        self._processor = -1
         self._tcp = TcpCounters()
         self._tcp_begun: dict[int, tuple[int, int]] = {}
+        self._interface = interface
         self._speed = 0
         self._gpu = GpuCounters(gpu_uuid, gpu_ranks)
         self._reads = 0
@@ -220,11 +223,12 @@ class MachineCounters:
 
     def close(self) -> None:
         """Closes the files of the kernel. Idempotent."""
-        sources = [source for _, source in self._sources]
-        sources += [source for source in self._clocks.values() if source is not None]
-        for source in (*sources, *self._threads.values(), *self._readers.values()):
+        for source in (*(source for _, source in self._sources), *self._threads.values()):
+            source.file.close()
+        for source in (*self._readers.values(), *self._clocks.values()):
             source.file.close()
         self._sources, self._threads, self._readers, self._clocks = [], {}, {}, {}
+        self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
         """Returns the value of each source of each counter."""
@@ -232,7 +236,7 @@ class MachineCounters:
             self._list_threads()
             self._list_readers()
             self._tcp.list_connections()
-            self._speed = slowest_port_mbit_per_s()
+            self._speed = speed_mbit_per_s(self._interface)
         self._reads += 1
         values: dict[tuple[str, str], int | None] = {
             (ELAPSED, ""): time.monotonic_ns(),
@@ -255,14 +259,25 @@ class MachineCounters:
             processor = _Source(stat, _last_processor).value()
         if processor is None:
             return {}
-        clocks = {}
-        for name, file_name in _CLOCKS.items():
-            if (processor, name) not in self._clocks:
-                file = _opened(f"{_PROCESSORS}/cpu{processor}/cpufreq/{file_name}")
-                self._clocks[processor, name] = None if file is None else _Source(file, int)
-            source = self._clocks[processor, name]
-            clocks[name] = (source.value() or 0) if source is not None else 0
-        return clocks
+        if processor != self._processor:
+            self._open_clocks(processor)
+        return {name: source.value() or 0 for name, source in self._clocks.items()}
+
+    def _open_clocks(self, processor: int) -> None:
+        """Opens the files of a processor's clocks, and closes those of the one before.
+
+        A machine may have more processors than a process may have open files.
+        """
+        for source in self._clocks.values():
+            source.file.close()
+        files = {
+            name: _opened(f"{_PROCESSORS}/cpu{processor}/cpufreq/{file_name}")
+            for name, file_name in _CLOCKS.items()
+        }
+        self._clocks = {
+            name: _Source(file, int) for name, file in files.items() if file is not None
+        }
+        self._processor = processor
 
     def _list_threads(self) -> None:
         """Opens the files of threads that have begun, and closes those of threads that ended."""

@@ -1,0 +1,44 @@
+"""Collectives that are measured behave as those that are not."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.collective_meter import CollectiveMeter
+
+LIMIT = datetime.timedelta(seconds=30)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Makes a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
+    meter = CollectiveMeter({"tensor": group}, CpuClock())
+    meter.begin(is_traced=True)
+    try:
+        values = torch.arange(4.0)
+        result = torch.zeros(4)
+        # Two collectives: the end of the first is noted by a future, which the second lacks.
+        dist.all_reduce(values, group=group, async_op=True).wait(timeout=LIMIT)
+        dist.reduce_scatter_tensor(result, values, group=group, async_op=True).wait(timeout=LIMIT)
+        assert result.tolist() == values.tolist()
+        (row,) = meter.rows()
+    finally:
+        meter.close()
+    assert row.operations == ("all-reduce", "reduce-scatter")
+    assert row.totals[1][0] == 1
+    assert 1 in [number for number, *_ in row.kept]
