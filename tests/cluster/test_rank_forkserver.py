@@ -88,7 +88,7 @@ def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: P
     for order in (start("a", 0), start("b", 0), kill, start("c", 1)):
         orders.sendall(json.dumps(order).encode() + b"\n")
     ended = [answer for answer in itertools.islice(answers, 6) if "ended" in answer]
-    # The first one goes on.
+    # The first one continues.
     assert ended == [
         {"ended": "b", "status": -signal.SIGKILL},
         {"ended": "c", "status": -signal.SIGALRM},

@@ -192,7 +192,7 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
     repartitioner = Repartitioner(run, print)
     for built in range(2):
         if built:
-            repartitioner.adopt(run)  # as after a change of the number of slices
+            repartitioner.adopt(run)  # A change of the number of slices does so.
         for span_s in (9.0, 2.0, 2.0):
             assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None
         assert [span_s for _, span_s in repartitioner._steps] == [2.0, 2.0]

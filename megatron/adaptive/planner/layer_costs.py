@@ -493,8 +493,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
-    # Sequence parallelism gathers whole sequences before every matrix product, which needs a
-    # buffer.
+    # Sequence parallelism gathers whole sequences in a buffer before every matrix product.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * model.precision.element_bytes * samples * longest
     working += whole_outputs * output

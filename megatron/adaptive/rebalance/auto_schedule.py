@@ -44,7 +44,7 @@ from megatron.adaptive.schedule.choose_slices import (
     ratio,
     without_slices,
 )
-from megatron.adaptive.schedule.stage_placement import PlacementKind
+from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
@@ -234,9 +234,6 @@ class Tuner:
             "also": orders.auto_candidates,
             "until_s": until_s,
         }
-        kinds: list[PlacementKind] = [present.kind]
-        if self.can_turn and present.num_chunks == 2:
-            kinds.append("loop" if present.kind == "v" else "v")
 
         def choose_for(number: int, *, quick: bool = True) -> ScheduleChoice:
             most = limit(number, present.kind, partition)
@@ -263,7 +260,7 @@ class Tuner:
                 decision = choose_together(
                     whole,
                     profile,
-                    {kind: partial(limit, number, kind) for kind in kinds},
+                    {kind: partial(limit, number, kind) for kind in self._kinds(present)},
                     halves=halves,
                     gain=self.gain,
                     num_slices=number,
@@ -277,6 +274,12 @@ class Tuner:
             best = chosen.schedule
             text = f"{best.reason}; {chosen.text}; nothing else was compared: {error}"
             return _recut(Decision(text=text, stay=best.best), num_slices)
+
+    def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
+        """Returns the placements to compare, the present one first."""
+        if self.can_turn and present.num_chunks == 2:
+            return (present.kind, "loop" if present.kind == "v" else "v")
+        return (present.kind,)
 
     def _links(self) -> dict[int, Link]:
         """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.
