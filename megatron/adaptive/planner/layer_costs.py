@@ -457,8 +457,7 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
     """Returns the parameters of one layer, and its memory for one microbatch."""
-    tp = setup.tp
-    samples = setup.samples
+    tp, samples = setup.tp, setup.samples
     model = setup.inputs.model
     recompute, sequence_parallel = setup.settings.recompute, setup.settings.sequence_parallel
     shared = tp if sequence_parallel else 1
