@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/finetune/finetune.py \\
         --model MODEL --data train.jsonl --lora-rank 16 --output tuned
 
-This is a short program to copy and change. ``python -m megatron.adaptive train finetune`` does the
-same and has more options, such as checkpoints. docs/finetune.md describes the lines of the data.
+This is a short program to copy and change. ``python -m megatron.adaptive train finetune`` has more
+options, checkpoints, and a learning rate that falls. docs/finetune.md describes the data.
 """
 
 from __future__ import annotations

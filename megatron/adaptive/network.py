@@ -83,6 +83,17 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
     )
 
 
+def interface_towards(interface: str | None, peer: str) -> str:
+    """Returns the name of the network interface that a job uses; empty if unknown.
+
+    Args:
+        interface: Name of an interface that the user chose; ``None`` for that of the route.
+        peer: Address or host name of a node of the job.
+    """
+    source = None if interface else _source_towards(peer)
+    return interface or (source and interface_of(source)) or ""
+
+
 def _source_towards(host: str = _ANYWHERE) -> str | None:
     """Returns the source address of packets to ``host``, or ``None`` if there is no route."""
     with contextlib.suppress(OSError):

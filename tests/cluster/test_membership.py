@@ -15,6 +15,7 @@ import pytest
 
 from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.membership import (
+    PROTOCOL,
     PURPOSE,
     Machine,
     Membership,
@@ -109,7 +110,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
     """Starts listening, and joins as a node ``a``."""
     await members.start()
     link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
-    link.send("join", name="a", host="h", pid=1, slots=1)
+    link.send("join", protocol=PROTOCOL, name="a", host="h", pid=1, slots=1)
     answer = await link.receive()
     assert answer is not None
     assert answer["what"] == "welcome"

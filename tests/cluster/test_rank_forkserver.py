@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,33 @@ def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_pa
         orders.sendall(f"{start}\n{json.dumps({'signal': int(signal.SIGUSR1)})}\n".encode())
         ended = next(answer for line in answers if "ended" in (answer := json.loads(line)))
         assert ended == {"ended": str(key), "status": 0}
+
+
+HANGING = """
+import ctypes, sys
+print("hangs", flush=True)
+ctypes.PyDLL(None).sleep(300)  # in C, while no other thread can run Python
+"""
+
+
+def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(HANGING)
+    answers = (json.loads(line) for line in orders.makefile())
+    common = {"variables": {}, "script": str(script), "arguments": [], "folder": str(tmp_path)}
+
+    def start(key: str, limit_s: int) -> dict[str, Any]:
+        return {"start": {"key": key, "limit_s": limit_s, **common}}
+
+    kill = {"signal": int(signal.SIGKILL), "key": "b"}
+    for order in (start("a", 0), start("b", 0), kill, start("c", 1)):
+        orders.sendall(json.dumps(order).encode() + b"\n")
+    ended = [answer for answer in itertools.islice(answers, 6) if "ended" in answer]
+    # The first one goes on.
+    assert ended == [
+        {"ended": "b", "status": -signal.SIGKILL},
+        {"ended": "c", "status": -signal.SIGALRM},
+    ]
 
 
 @pytest.mark.parametrize("name", rank_forkserver._MODULES)

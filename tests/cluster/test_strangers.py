@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cli.node import _check_answer, _Hello, _settings
-from megatron.adaptive.cluster.incarnation import NodeWork
+from megatron.adaptive.cluster.incarnation import CHECK_S, NodeWork
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from tests.soak.strangers import measure
 
@@ -61,6 +61,9 @@ def test_a_node_runs_its_own_program_in_its_own_folder(work: NodeWork) -> None:
     inside = f"{work.checkpoints}/elastic/epoch-1-ab"
     order = ordered(work, "--trace-dir", "traces/epoch-3", "--progress-dir", inside)
     assert (order["script"], order["folder"]) == ("/own/train.py", str(Path.cwd()))
+    assert order["limit_s"] == 0
+    check = work.order({"key": "check-1/a", "variables": {}, "arguments": ["{}"]}, "check")
+    assert 0 < check["limit_s"] < CHECK_S
     assert order["arguments"][-1] == inside
 
 

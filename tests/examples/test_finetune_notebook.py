@@ -17,6 +17,7 @@ NOTEBOOK = ROOT / "examples" / "finetune" / "finetune.ipynb"
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_teaches_four_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**forking(), "JUPYTER_PLATFORM_DIRS": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,40 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
     assert sample["input_ids"].shape[1] % 8 == 0
     with pytest.raises(ConfigError, match="no samples with something to learn, and 1 without"):
         read(tmp_path, line, processor=tokenizer, max_length=4)
+
+
+@pytest.mark.parametrize("has_id", [True, False])
+def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bool) -> None:
+    """Neither in a text, nor if the template marks no answers or the image as part of one."""
+    Image.new("RGB", (9, 9), (250, 0, 0)).save(tmp_path / "a.png")
+    processor = make_processor()
+    token = processor.image_token_id
+    if not has_id:
+        del processor.image_token_id
+    template = processor.chat_template
+    plain = re.sub("{% (end)?generation %}", "", template)
+    marked = template.replace("<image>", "{% generation %}<image>{% endgeneration %}")
+    image = {"type": "image", "path": "a.png"}
+    lines = [
+        (template, {"text": "<image>ab", "images": ["a.png"]}, "ab"),
+        (plain, conversation(image), "<user>what?<assistant>two</s>"),
+        (marked, conversation(image), "two</s>"),
+    ]
+    for chosen, line, learned in lines:
+        processor.chat_template = chosen
+        sample = read(tmp_path, line, processor=processor)[0]
+        assert (sample["input_ids"] == token).sum() == 4
+        labels = sample["labels"][0]
+        assert processor.tokenizer.decode(labels[labels >= 0]).replace(" ", "") == learned
+        positions = (labels[1:] >= 0).sum()
+        assert num_learned([sample]) == [float(positions)]
+
+
+def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
+    """If only the configuration names them, in either of the two forms that are in use."""
+    config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
+    sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
+    assert num_learned([sample]) == [1.0]
 
 
 def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
 
 import pytest
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.plan_file import plan_flags, plan_variables, world_size_of
+from megatron.adaptive.config.sequence_slices import cut_points, slice_ends
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
-from megatron.adaptive.planner.layer_costs import OURS, in_flight
+from megatron.adaptive.planner.layer_costs import OURS, in_flight, layer_table
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan, place_ranks, plan_document
 from megatron.adaptive.planner.plan_text import table
@@ -91,9 +93,13 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
 def test_memory_is_that_of_the_slices_in_flight() -> None:
     inputs = inputs_with()
     whole, cut = (StageSums.of(plan_with(n, 1.0), inputs, OURS).memory for n in (1, 8))
+    share = inputs.model.attention_share
+    longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
+    assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # A limit of one sequence holds all slices of one, and their keys and values once more.
-        assert 1 < after.activation_bytes / before.activation_bytes < 1.2
+        # A limit of one sequence holds as many slices as one has, the longest ones of two, and
+        # keys and values once more.
+        assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes
     assert in_flight("adaptive", 4, 1, 8, 8, 1.5) == (12.0,) * 4
     assert in_flight("adaptive", 4, 1, 8, 8)[0] < 8 * in_flight("adaptive", 4, 1, 8)[0]
@@ -102,6 +108,45 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     plan = plan_with(8, batch=8)
     peak = max(simulated(plan, StageSums.of(plan, inputs, OURS)).peak_units)
     assert peak * 8 <= in_flight("adaptive", 4, 1, 8, 8)[0] + 1e-6
+
+
+def test_the_workspace_is_that_of_the_longest_slice() -> None:
+    """Logits of the first slice ran out of memory in plans that should fit."""
+    inputs = inputs_with()
+    share = inputs.model.attention_share
+    plan = plan_with(8)
+    table = layer_table(inputs, inputs.cluster.groups[0].type, tp=1, micro_batch=1, settings=plan)
+    first = slice_ends(8192, 8, 1, share)[0]
+    assert first > 1.2 * 8192 / 8
+    # Each logit is there in 32 bits, and its gradient in 16.
+    assert table.workspace_bytes[-1] == pytest.approx(first * 32000 * 6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> None:
+    slices, microbatches, ranks = 4, 3, 4
+    points = cut_points(slices, share)
+    lengths = [end - start for start, end in pairwise(points)]
+    orders = seq_1f1b(ranks, microbatches, slices)
+    counted = in_flight("1f1b", ranks, 1, microbatches, slices, attention_share=share)
+    for order, most in zip(orders, counted, strict=True):
+        steps = (lengths[index] * slices * sign for index, sign in order)
+        assert max(accumulate(steps)) == pytest.approx(most)
+
+
+def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
+    """Returns the slice of each action on each rank, and 1 for forward or -1 for backward."""
+    forward = [index for _ in range(microbatches) for index in range(slices)]
+    backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
+    orders = []
+    for rank in range(ranks):
+        first = ranks - rank - 1 + slices
+        order = [(index, 1) for index in forward[:first]]
+        for number, index in enumerate(backward):
+            order.append((index, -1))
+            order += [(later, 1) for later in forward[first + number : first + number + 1]]
+        orders.append(order)
+    return orders
 
 
 def test_a_slice_costs_more_than_its_part_of_a_sequence() -> None:

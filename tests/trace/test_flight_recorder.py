@@ -130,6 +130,85 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
     assert said.stuck[0].call.is_message
 
 
+def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
+    """Returns an entry of a message; ``number`` counts the messages of its rank."""
+    return call(
+        0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
+    )
+
+
+@pytest.mark.parametrize("overwritten", [0, 100])
+def test_a_message_that_both_ends_called_has_no_culprit(tmp_path: Path, overwritten: int) -> None:
+    """Each rank of a pipeline counts its messages alone, the middle one those of two others."""
+    said = stuck(
+        tmp_path,
+        [
+            message(overwritten, 1, "nccl:send 0->1"),
+            message(overwritten + 1, 2, "nccl:recv 0<-1", ended=False),
+        ],
+        [
+            message(overwritten, 1, "nccl:recv 1<-0"),
+            message(overwritten + 1, 2, "nccl:send 1->2", ended=False),
+        ],
+        [message(overwritten, 1, "nccl:recv 2<-1", ended=False)],
+    )
+    assert said.culprits == ()
+    assert "both ends of the message send 1->2" in said.text
+    assert "the devices of ranks 1-2" in said.advice
+    assert [(item.waiting, item.late) for item in said.stuck] == [((0,), (1,)), ((1, 2), ())]
+
+
+@pytest.mark.parametrize("overwritten", [0, 100])
+def test_a_rank_that_sends_nothing_is_the_culprit(tmp_path: Path, overwritten: int) -> None:
+    said = stuck(
+        tmp_path,
+        [
+            message(overwritten, 1, "nccl:send 0->1"),
+            message(overwritten + 1, 2, "nccl:recv 0<-1", ended=False),
+        ],
+        [
+            message(overwritten, 1, "nccl:recv 1<-0"),
+            message(overwritten + 1, 2, "nccl:send 1->2"),
+            message(overwritten + 2, 3, "nccl:recv 1<-0"),
+        ],
+        [
+            message(overwritten, 1, "nccl:recv 2<-1"),
+            message(overwritten + 1, 2, "nccl:recv 2<-1", ended=False),
+        ],
+    )
+    assert said.culprits == (1,)
+    assert [(item.waiting, item.late) for item in said.stuck] == [((0,), (1,)), ((2,), (1,))]
+
+
+def test_ranks_that_wait_for_messages_of_each_other_may_still_compute(tmp_path: Path) -> None:
+    said = stuck(
+        tmp_path,
+        [message(0, 1, "nccl:recv 0<-1", ended=False)],
+        [message(0, 1, "nccl:recv 1<-0", ended=False)],
+    )
+    assert said.culprits == ()
+    assert "or still compute" in said.text
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_messages_of_a_batch_end_with_it(tmp_path: Path, ended: bool) -> None:
+    said = stuck(
+        tmp_path,
+        [
+            message(0, 1, "nccl:recv 0<-1", ended=False),
+            message(1, 1, "nccl:coalesced", ended=ended),
+        ],
+        [],
+    )
+    assert [item.late for item in said.stuck] == ([] if ended else [(1,)])
+
+
+def test_a_message_of_an_unknown_rank_blames_nobody(tmp_path: Path) -> None:
+    said = stuck(tmp_path, [message(0, 1, "gloo:recvAnySource", ended=False)], [call(1)])
+    assert said.culprits == ()
+    assert "the dumps do not say from whom" in said.text
+
+
 def test_a_job_that_waits_for_nothing(tmp_path: Path) -> None:
     said = stuck(tmp_path, [call(1)], [call(1)])
     assert said.stuck == ()

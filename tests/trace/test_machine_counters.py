@@ -225,16 +225,13 @@ def test_ports_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for counter in ("rx_errors", "tx_errors", "tx_dropped"):
             (folder / counter).write_text("4\n")
     port = devices / "mlx5_0" / "ports" / "1"
-    for path, text in (
-        ("rate", "100 Gb/sec (4X EDR)\n"),
-        ("counters/port_xmit_wait", "70\n"),
-        ("hw_counters/packet_seq_err", "1\n"),
-    ):
+    for path, text in (("counters/port_xmit_wait", "70\n"), ("hw_counters/packet_seq_err", "1\n")):
         (port / path).parent.mkdir(parents=True, exist_ok=True)
         (port / path).write_text(text)
     monkeypatch.setattr(network_counters, "_NETWORKS", networks)
     monkeypatch.setattr(network_counters, "_RDMA_DEVICES", devices)
-    counters = MachineCounters()
+    (networks / "eth1" / "speed").write_text("1000\n")
+    counters = MachineCounters(interface="eth0")
     counters.begin()
     (networks / "eth0" / "statistics" / "rx_errors").write_text("10\n")
     (networks / "lo" / "statistics" / "rx_errors").write_text("999\n")

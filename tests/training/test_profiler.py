@@ -17,7 +17,7 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Installed  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
-from megatron.adaptive.training.loop import make_profiler  # noqa: E402
+from megatron.adaptive.training.hook import make_profiler  # noqa: E402
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

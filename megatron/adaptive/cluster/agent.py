@@ -16,14 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import SILENCE_S, Connection
 from megatron.adaptive.cluster.incarnation import NodeProgram, NodeWork
 from megatron.adaptive.cluster.inventory import count_gpus, loopback_variables
-from megatron.adaptive.cluster.membership import PURPOSE
+from megatron.adaptive.cluster.membership import OTHER_VERSION, PROTOCOL, PURPOSE
 from megatron.adaptive.config.input_files import say
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
@@ -34,6 +34,7 @@ _END_S = 20.0
 EXIT_REFUSED = 2
 """Exit status reported for a rank if the node does not allow the request to start the rank."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
 
@@ -81,6 +82,7 @@ class Agent:
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
+        self._checks: set[str] = set()  # keys of the checks of devices that are running
 
     @classmethod
     def from_input(cls) -> Agent:
@@ -142,6 +144,7 @@ class Agent:
             ) from None
         link.send(
             "join",
+            protocol=PROTOCOL,
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -150,9 +153,12 @@ class Agent:
             unix_ns=time.time_ns(),
         )
         answer = await link.receive()
-        if answer is None or answer["what"] != "welcome":
+        is_welcome = answer is not None and answer["what"] == "welcome"
+        if answer is None or not is_welcome or answer.get("protocol") != PROTOCOL:
             await link.close()
-            why = "did not answer" if answer is None else answer.get("why", "refused")
+            why = "did not answer"
+            if answer is not None:
+                why = OTHER_VERSION if is_welcome else answer.get("why", "refused")
             raise SetupError(f"node {self._name}: the manager at {link.peer} {why}")
         link.beat()
         return link
@@ -193,11 +199,7 @@ class Agent:
                     port = int(probe.getsockname()[1])
                 link.send("answer", number=message["number"], port=port)
             elif kind == "start":
-                added = self._prepare(message.get("copies"))
-                for rank in message["ranks"]:
-                    if "number" in message:  # The manager waits for the exit status.
-                        self._asked[rank["key"]] = message["number"]
-                    self._start_rank(rank, added, message.get("program", "script"))
+                self._start(message)
             elif kind == "inventory":
                 copies = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
                 link.send("answer", number=message["number"], held=copies)
@@ -224,20 +226,53 @@ class Agent:
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
+    def _start(self, message: Mapping[str, Any]) -> None:
+        """Starts the processes that a message orders."""
+        program = message.get("program", "script")
+        unknown = sorted(set(message) - _START_KEYS)
+        added = {} if unknown else self._prepare(message.get("copies"))
+        if message["ranks"] and program != "restore" and not unknown:
+            self._end_checks()
+        for rank in message["ranks"]:
+            if "number" in message:  # The manager waits for the exit status.
+                self._asked[rank["key"]] = message["number"]
+            self._start_rank(rank, added, program, unknown)
+
+    def _end_checks(self) -> None:
+        """Ends checks of devices that are still running, because they would disturb ranks.
+
+        The manager no longer waits for a check that hangs.
+        """
+        for key in self._checks:
+            self._order(signal=int(signal.SIGKILL), key=key)
+        self._checks.clear()
+
     def _start_rank(
-        self, rank: Mapping[str, Any], added: Mapping[str, str], program: NodeProgram
+        self,
+        rank: Mapping[str, Any],
+        added: Mapping[str, str],
+        program: NodeProgram,
+        unknown: Sequence[str],
     ) -> None:
         try:
+            if unknown:
+                raise SetupError(
+                    f"the manager's order to start {rank['key']} has {unknown[0]!r}, which this"
+                    " node does not know: install the same version on all nodes"
+                )
             order = self._work.order(rank, program)
         except AdaptiveError as error:
             say(f"error: node {self._name}: {error}")
             self._ended(rank["key"], EXIT_REFUSED)
             return
         order["variables"] |= added
+        if program == "check":
+            self._checks.add(rank["key"])
         self._order(start=order)
 
     def _ended(self, key: str, status: int) -> None:
         assert self._link is not None
+        self._checks.discard(key)
         if (number := self._asked.pop(key, None)) is None:
             self._link.send("ended", key=key, status=status)
         else:

@@ -23,7 +23,7 @@ import asyncio
 import json
 from collections.abc import Callable, Collection, Sequence
 
-from megatron.adaptive.cluster.incarnation import ProbePolicy, RunningRanks
+from megatron.adaptive.cluster.incarnation import CHECK_S, ProbePolicy, RunningRanks
 from megatron.adaptive.cluster.job_state_file import say
 from megatron.adaptive.cluster.membership import Event, Membership, Node
 from megatron.adaptive.cluster.straggler import Stragglers
@@ -32,8 +32,6 @@ from megatron.adaptive.profiling.failed_nodes import FailedNode
 _FIRST_WAIT_S = 5.0
 """Time in seconds after which a node that is left out is measured for the first time."""
 _MOST_WAIT_S = 600.0
-_CHECK_S = 120.0
-"""Time limit in seconds for a device to be measured, with the start of the program."""
 
 
 class FailedProbes:
@@ -162,7 +160,7 @@ class FailedProbes:
             }
             try:
                 answer = await self._members.ask(
-                    node.name, "start", _CHECK_S, ranks=[order], program="check"
+                    node.name, "start", CHECK_S, ranks=[order], program="check"
                 )
             except OSError:
                 return False

@@ -212,6 +212,10 @@ ProbePolicy = Literal["report", "exclude"]
 NodeProgram = Literal["script", "restore", "check"]
 """Program that a manager may order a node to run: the script of the job, the program that restores
 snapshots, or the one that measures a node that failed its probe."""
+CHECK_S = 120.0
+"""Time limit in seconds for a manager that waits until a node has measured a device."""
+_CHECK_LIMIT_S = 110
+"""Time in seconds after which the node ends the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
@@ -358,6 +362,7 @@ class NodeWork:
             "script": scripts[program],
             "arguments": list(arguments),
             "folder": os.getcwd(),
+            "limit_s": _CHECK_LIMIT_S if program == "check" else 0,
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:

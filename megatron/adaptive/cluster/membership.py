@@ -133,6 +133,10 @@ RETRY_S = 10.0
 """Minimum time between two starts of a listed machine's agent, in seconds."""
 PURPOSE = "manager"
 """Label of connections between agents and the manager; both sides must use the same label."""
+PROTOCOL = 2
+"""Number of the format of messages between agents and the manager. Raise it with each change that
+another version would misunderstand. Up to 0.2, messages had no number."""
+OTHER_VERSION = "runs another version than this node: install the same version on all nodes"
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 _SLOTS_AT_MOST = 4096
@@ -509,6 +513,10 @@ class Membership:
             link.send("refused", why="refuses this node: does it run the same version?")
             await link.close()
             return
+        if hello.get("protocol") != PROTOCOL:
+            link.send("refused", why=OTHER_VERSION)
+            await link.close()
+            return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
         if node.status in ("present", "leaving"):
             link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
@@ -522,7 +530,7 @@ class Membership:
         node.why = ""
         node.is_ready = False
         node.copies_port = hello.get("copies_port", 0)
-        link.send("welcome")
+        link.send("welcome", protocol=PROTOCOL)
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
         while (message := await link.receive()) is not None:

@@ -8,8 +8,10 @@ has detected GPUs cannot be forked.
 The forkserver reads orders from the file descriptor named on its command line, one JSON object per
 line, and writes its answers to the same descriptor::
 
-    {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": ""}}
+    {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": "",
+               "limit_s": 0}}          end the process after so many seconds; 0 for never
     {"signal": 10}                    send this signal to all ranks
+    {"signal": 9, "key": "3/0"}       send this signal to one rank
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
 When the input ends, the forkserver kills all its ranks. If the forkserver itself dies, the kernel
@@ -118,7 +120,7 @@ class _Forkserver:
                         if "start" in order:
                             self._start(order["start"])
                         else:
-                            self._signal(order["signal"])
+                            self._signal(order["signal"], order.get("key"))
         signal.set_wakeup_fd(-1)
         self._signal(signal.SIGKILL)
 
@@ -154,6 +156,9 @@ class _Forkserver:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             for end in (self._orders, self._wake, self._woken):
                 end.close()
+            # The kernel ends a process with this default action, even in a call that hangs.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(rank.get("limit_s", 0))
             os.environ.update(rank["variables"])
             os.chdir(rank["folder"])
             sys.argv = [rank["script"], *rank["arguments"]]
@@ -170,8 +175,10 @@ class _Forkserver:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _signal(self, number: int) -> None:
-        for pid in self._ranks:
+    def _signal(self, number: int, only: str | None = None) -> None:
+        for pid, key in self._ranks.items():
+            if only not in (None, key):
+                continue
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
                     os.killpg(pid, number)

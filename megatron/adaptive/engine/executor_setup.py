@@ -32,6 +32,7 @@ from megatron.adaptive.engine.process_context import (
 )
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.network import interface_towards
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.trace.clock import start_clock_sync
@@ -214,6 +215,7 @@ def open_trace(
     pp_rank: int | None = None,
     model_groups: ModelGroups | None = None,
     num_slices: int = 1,
+    transport: str = "",
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -233,6 +235,7 @@ def open_trace(
             megatron-core.
         model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
         num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        transport: Name of the transport of all messages; empty if it differs between pairs.
 
     Raises:
         TraceError: The file cannot be written.
@@ -245,7 +248,8 @@ def open_trace(
         set_aside(folder)
     dist.barrier(group=job.control_group)
     accelerator = job.accelerator
-    counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares)
+    interface = interface_towards(job.environment.socket_interface, job.environment.master_addr)
+    counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
     header = TraceHeader(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
@@ -263,6 +267,8 @@ def open_trace(
         gpu_ranks=accelerator.shares,
         num_slices=num_slices,
         uncounted=counters.missing,
+        device=accelerator.device.type,
+        transport=transport,
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(

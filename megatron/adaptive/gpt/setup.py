@@ -283,6 +283,7 @@ def _start_trace(
         layers=config.layers_per_stage,
         work=stage_work(config, rows),
         num_slices=config.constant_slices,
+        transport=config.transport.forced or "",
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)

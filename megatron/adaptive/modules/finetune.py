@@ -17,6 +17,7 @@ import torch
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
+from megatron.adaptive.modules.pretrained import read_config
 from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, load_processor, num_learned
 
@@ -89,6 +90,7 @@ class FineTuning:
             max_length=self.max_length,
             length_multiple=self.length_multiple,
             image_folder=self.image_folder,
+            config=read_config(self.model, trust_remote_code=self.trust_remote_code),
         )
         samples = reader.read(self.data)
         self.num_trained(len(samples), 1)

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ IGNORED = -100
 
 # Entries whose values decide shapes: sizes of images, and which tokens stand for images.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
+
+# Names of placeholders in processors and configurations. Processors without an id have the text.
+_PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 # Keys of a part of a message that may name an image, in the forms that are in use.
 _NAMES = ("image", "path", "url", "image_url")
@@ -63,6 +67,26 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
     return [float((entries["labels"][:, 1:] != IGNORED).sum()) for entries in batch]
 
 
+def placeholder_ids(*sources: Any) -> frozenset[int]:
+    """Returns the ids of the tokens that stand for parts of images, videos and sound.
+
+    A sample has such a token for each feature of an image, so there is nothing to learn from it.
+
+    Args:
+        sources: Processors, tokenizers or configurations of a model.
+    """
+    ids = set[int]()
+    for source in sources:
+        tokenizer = getattr(source, "tokenizer", source)
+        for name in _PLACEHOLDERS:
+            values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
+            token = getattr(source, name, None)
+            if token is not None and hasattr(tokenizer, "get_vocab"):
+                values.append(tokenizer.get_vocab().get(str(token)))
+            ids.update(value for value in values if isinstance(value, int))
+    return frozenset(ids)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
     """Makes microbatches of lines of JSON, one sample in each.
@@ -76,6 +100,8 @@ class SampleReader:
             for the folder of the file with the lines.
         kept_bytes: Maximum size in bytes of the samples that are kept in memory. The others are
             encoded again at each use.
+        config: Configuration of the model, which may name further tokens that stand for images;
+            ``None`` for those that the processor names.
     """
 
     processor: Any
@@ -83,6 +109,11 @@ class SampleReader:
     length_multiple: int = 64
     image_folder: Path | None = None
     kept_bytes: int = 1 << 30
+    config: Any = None
+
+    @cached_property
+    def _placeholders(self) -> torch.Tensor:
+        return torch.tensor(sorted(placeholder_ids(self.processor, self.config)), dtype=torch.long)
 
     def read(self, path: Path) -> SampleFile:
         """Reads the samples of a file that have something to learn.
@@ -152,7 +183,9 @@ class SampleReader:
         every_token = entries.pop("attention_mask")
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
         ids = entries["input_ids"]
-        entries["labels"] = ids.masked_fill(learned == 0, IGNORED)
+        # Templates may mark placeholders as learned, and texts without a mask contain them.
+        is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
+        entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
         if has_images:
             self._check_cut(ids[:, length:])
@@ -165,8 +198,10 @@ class SampleReader:
 
     def _check_cut(self, removed: torch.Tensor) -> None:
         """Checks that the tokens to be cut off do not stand for parts of an image."""
-        image_token = getattr(self.processor, "image_token_id", None)
-        if removed.numel() and (image_token is None or (removed == image_token).any()):
+        placeholders = self._placeholders
+        if removed.numel() and (
+            not placeholders.numel() or torch.isin(removed, placeholders).any()
+        ):
             raise ConfigError(
                 f"an image is among the {removed.numel()} tokens after the first "
                 f"{self.max_length}: raise the maximum length, or give smaller images"

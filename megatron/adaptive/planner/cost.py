@@ -297,8 +297,8 @@ def _memory(
         pending = (0.0,) * plan.pp
     else:
         order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches, plan.slices, plan.cap)
-        held = in_flight(*order)
-        pending = waiting(*order)
+        held = in_flight(*order, inputs.model.attention_share)
+        pending = waiting(*order, inputs.model.attention_share)
     memories = [
         stage_memory(
             inputs.model,

@@ -23,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.adaptive.config.sequence_slices import cut_points, slice_ends
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Gpu, NodeType, find_gpu
 from megatron.adaptive.planner.link_costs import (
@@ -97,6 +98,7 @@ def in_flight(
     num_microbatches: int,
     slices: int = 1,
     cap: float | None = None,
+    attention_share: float = 0.0,
 ) -> tuple[float, ...]:
     """Returns the maximum number of microbatches in flight at the same time, for each rank.
 
@@ -112,17 +114,49 @@ def in_flight(
         slices: Number of slices of each microbatch. Above 1, ``1f1b`` stands for the order
             ``seq-1f1b``, and all other schedules are run-time rules.
         cap: Limit on the microbatches that a run-time rule holds, ``None`` for its default.
+        attention_share: Attention's part of the cost of a sequence, from 0 to 1. Slices of equal
+            cost then have different lengths, and the result counts slices of mean length.
     """
-    if slices > 1 and schedule == "1f1b":
+    if slices > 1:
         most = num_microbatches * slices
-        return tuple(float(min(pp - rank - 1 + slices, most)) for rank in range(pp))
+        if schedule == "1f1b":
+            held = tuple(float(min(pp - rank - 1 + slices, most)) for rank in range(pp))
+        else:
+            placement = catalog.placement_for(schedule, pp, chunks)
+            limit = default_cap(placement, num_microbatches, slices) if cap is None else cap
+            held = (min(limit, float(num_microbatches)) * slices,) * pp
+        return tuple(min(most, _in_mean_slices(n, slices, attention_share)) for n in held)
     if schedule == "1f1b":
         return tuple(float(min(pp - rank, num_microbatches)) for rank in range(pp))
     placement = catalog.placement_for(schedule, pp, chunks)
     if catalog.is_rule(schedule):
-        limit = default_cap(placement, num_microbatches, slices) if cap is None else cap
-        return (min(limit, float(num_microbatches)) * slices,) * pp
+        limit = default_cap(placement, num_microbatches) if cap is None else cap
+        return (min(limit, float(num_microbatches)),) * pp
     return peak_units(catalog.make_schedule(schedule, placement, num_microbatches))
+
+
+def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
+    """Returns the largest length of slices in flight, in slices of mean length.
+
+    A microbatch runs its slices backward in reverse order, so it holds its first slices, which are
+    the longest. This holds for the oldest microbatch, which has begun its backward pass, and for
+    the newest, which has begun its forward pass. Those between them are whole.
+
+    Args:
+        count: Number of slices in flight.
+        slices: Number of slices of each microbatch.
+        attention_share: Attention's part of the cost of a sequence, from 0 to 1.
+    """
+    if not attention_share:
+        return float(count)
+    points = cut_points(slices, attention_share)
+    numbers = range(slices + 1)
+    largest = 0.0
+    for oldest in range(1, slices + 1):
+        whole, newest = divmod(max(count - oldest, 0.0), slices)
+        first, last = np.interp([min(oldest, count), newest], numbers, points)
+        largest = max(largest, first + whole + last)
+    return float(largest * slices)
 
 
 @lru_cache(maxsize=4096)
@@ -133,6 +167,7 @@ def waiting(
     num_microbatches: int,
     slices: int = 1,
     cap: float | None = None,
+    attention_share: float = 0.0,
 ) -> tuple[float, ...]:
     """Returns the maximum number of microbatches per rank that have run B but not W.
 
@@ -143,7 +178,7 @@ def waiting(
     :func:`in_flight`.
     """
     if catalog.is_rule(schedule):
-        return in_flight(schedule, pp, chunks, num_microbatches, slices, cap)
+        return in_flight(schedule, pp, chunks, num_microbatches, slices, cap, attention_share)
     if not catalog.splits_backward(schedule):
         return (0.0,) * pp
     placement = catalog.placement_for(schedule, pp, chunks)
@@ -205,6 +240,7 @@ class LayerTable:
     """Costs of every layer of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
     Times and sizes are those of one microbatch, or of one slice of mean size if sequences are cut.
+    The workspace is that of the longest slice.
 
     Attributes:
         estimated: Whether a time was estimated instead of measured.
@@ -284,6 +320,7 @@ def layer_table(
         # A rank with half of each sequence has the same work as with half of the samples, so divide
         # the samples. The same holds for a slice of half of each sequence.
         samples=micro_batch / (context_ranks * settings.slices),
+        longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
         exchange=exchange_of(inputs, node, others or (node,), tp, expert_ranks),
         ring=context_ring(inputs, node, others or (node,), tp, context_ranks),
@@ -297,6 +334,19 @@ def layer_table(
     return table
 
 
+def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
+    """Returns the length of the longest slice of a sequence, relative to the mean of all."""
+    slices, share = settings.slices, model.attention_share
+    if slices == 1:
+        return 1.0
+    try:
+        ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
+    except ConfigError:  # The trainer refuses to cut such sequences, with a reason of its own.
+        return cut_points(slices, share)[1] * slices
+    longest = max(end - start for start, end in pairwise((0, *ends)))
+    return longest * slices / model.sequence
+
+
 @dataclass(frozen=True, kw_only=True)
 class _LayerSetup:
     """Inputs, settings and communication times that all layers of a table share.
@@ -307,6 +357,7 @@ class _LayerSetup:
         tp: Number of tensor-parallel ranks.
         samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
             sequences, or if they are cut into slices.
+        longest_slice: Length of the longest slice, relative to the mean of all.
         settings: Settings of the plan.
         exchange: Function that returns the time to send tokens to their experts, made by
             :func:`exchange_of`.
@@ -318,6 +369,7 @@ class _LayerSetup:
     node: NodeType
     tp: int
     samples: float
+    longest_slice: float
     settings: StageSettings
     exchange: Callable[[float], float]
     ring: Callable[[float], float]
@@ -434,14 +486,17 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         kept += kind.keys_bytes / tp * samples
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
-    # A backward pass with recompute holds all activations of the one layer that it recomputes.
-    working = kind.workspace_bytes / tp * samples + max(whole - kept, 0.0)
+    # A backward pass with recompute holds all activations of the one layer that it recomputes. The
+    # longest slice needs most, except for scores, because it attends to the fewest tokens.
+    longest = setup.longest_slice
+    working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
+    working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
     # Sequence parallelism gathers whole sequences before every matrix product, which needs a
     # buffer.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
-    output = kind.output_elements * model.precision.element_bytes * samples
+    output = kind.output_elements * model.precision.element_bytes * samples * longest
     working += whole_outputs * output
     if share:
         # The allocator returns large blocks to the system when they are freed. Small blocks lie

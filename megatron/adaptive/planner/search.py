@@ -495,7 +495,9 @@ class Searcher:
         if self.options.partition:
             costs["after"] = only_partition(costs["after"], self.options.partition)
         slices = shape.choice.slices
-        held = in_flight("1f1b", most, 1, shape.choice.microbatches // slices, slices)[::-1]
+        microbatches = shape.choice.microbatches // slices
+        share = self.model.attention_share
+        held = in_flight("1f1b", most, 1, microbatches, slices, attention_share=share)[::-1]
         arrays = search_kernel.ShapeArrays(
             **costs,
             **levels.arrays,

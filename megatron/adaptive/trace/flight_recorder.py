@@ -1,9 +1,12 @@
 """Reads dumps of torch's flight recorder, and says which collective does not end and who is late.
 
-torch writes a dump per rank, ``nccl_trace_rank_0`` and so on, if ``TORCH_FR_BUFFER_SIZE`` is set
-and a collective takes too long. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
+torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective of NCCL takes too
+long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
+``nccl_trace_rank_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
 the last collectives of each process group, with a number that is the same on all ranks of the
-group. Pickles may contain code. This module reads plain values only, and refuses all others.
+group. Messages have numbers that each rank counts alone. So they are counted here for each sender
+and receiver, in the order in which both call them. Pickles may contain code. This module reads
+plain values only, and refuses all others.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,9 @@ from megatron.adaptive.trace.read import describe_numbers
 _FILE_NAME = re.compile(r".*trace_rank_(\d+)(\.json|\.pkl|\.pickle)?")
 _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
-_PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
+_PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
+_BATCH = "coalesced"
+"""End of the name of an entry that stands for the messages of a batch before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, and its description if it has one.
-        number: Number of the collective in its group, or of the message.
+        number: Number of the collective in its group, or of the message among those of its rank.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Sizes and types of its input as text.
         is_message: Whether it is a message between two ranks.
@@ -64,12 +69,14 @@ class Dump:
         members: Global ranks of each process group by its name; without groups that torch does not
             list.
         begun: Number of the last collective of each group, also if its call was overwritten.
+        is_whole: Whether no call was overwritten.
     """
 
     rank: int
     calls: tuple[RecordedCall, ...]
     members: Mapping[str, tuple[int, ...]]
     begun: Mapping[str, int]
+    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,7 @@ class StuckCall:
         missing: Global ranks of the group without a dump.
         mismatch: Ranks that called another operation at this number, with the operation as text;
             empty if all called the same.
+        is_entered: Whether all its ranks have entered it, so that its transfer does not end.
     """
 
     call: RecordedCall
@@ -90,6 +98,7 @@ class StuckCall:
     late: tuple[int, ...]
     missing: tuple[int, ...]
     mismatch: str
+    is_entered: bool
 
     def format(self) -> str:
         """Formats the call as text: its name, the ranks that wait and those that are late."""
@@ -168,18 +177,18 @@ def read_dumps(folder: Path) -> list[Dump]:
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
     """Finds the collectives and messages that do not end, and the ranks that hold them up."""
     by_rank = {dump.rank: dump for dump in dumps}
-    pending: dict[tuple[str, bool, int, str], list[RecordedCall]] = {}
+    pending: dict[tuple[str, tuple[int, ...], int], list[RecordedCall]] = {}
     for dump in dumps:
-        first: dict[tuple[str, bool], RecordedCall] = {}
+        first: dict[tuple[str, tuple[int, ...]], RecordedCall] = {}
         for call in dump.calls:
             if not call.has_ended:
-                first.setdefault((call.group, call.is_message), call)
-        for call in first.values():
-            peers = call.name.split(":")[-1] if call.is_message else ""
-            pending.setdefault((call.group, call.is_message, call.number, peers), []).append(call)
+                first.setdefault((call.group, _route(call, dump)), call)
+        for (group, route), call in first.items():
+            number = 0 if call.is_message else call.number
+            pending.setdefault((group, route, number), []).append(call)
     stuck = [
-        _message(calls, by_rank) if calls[0].is_message else _collective(calls, by_rank)
-        for calls in pending.values()
+        _message(calls, route, by_rank) if route else _collective(calls, by_rank)
+        for (_, route, _), calls in pending.items()
     ]
     stuck.sort(key=lambda stuck: (stuck.call.created_ns, stuck.call.group))
     culprits, text, advice = _conclude(stuck)
@@ -215,40 +224,81 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
         if (other.group, other.number, other.is_message) == (call.group, call.number, False)
     ]
     differ = [other for other in same if _signature(other) != _signature(call)]
+    missing = tuple(rank for rank in members if rank not in dumps)
     return StuckCall(
         call=call,
         waiting=waiting,
         late=tuple(late),
-        missing=tuple(rank for rank in members if rank not in dumps),
+        missing=missing,
         mismatch="; ".join(f"rank {o.rank} {o.name} of {o.sizes}" for o in differ),
+        is_entered=not (late or missing or differ),
     )
 
 
-def _message(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes a message for which a rank waits; the other end is late unless it has called it."""
+def _message(
+    calls: Sequence[RecordedCall], route: tuple[int, ...], dumps: Mapping[int, Dump]
+) -> StuckCall:
+    """Describes a message that does not end on the ranks of some calls.
+
+    Args:
+        calls: Calls that do not end, of one end or of both.
+        route: Global ranks of the sender and of the receiver, as from :func:`_route`.
+        dumps: Dump of each rank.
+    """
     call = calls[0]
-    match = _PEERS.search(call.name)
-    members = dumps[call.rank].members.get(call.group, ())
-    ends = [int(end) for end in match.groups()] if match else []
-    # Names of messages have ranks within the group.
-    ends = [members[end] if end < len(members) else end for end in ends]
-    others = [end for end in ends if end != call.rank]
-    late = [
+    waiting = tuple(sorted(other.rank for other in calls))
+    late = tuple(
         end
-        for end in others
-        if end in dumps
-        and not any(
-            other.is_message and other.number >= call.number and other.group == call.group
-            for other in dumps[end].calls
-        )
-    ]
+        for end in route
+        if end in dumps and end not in waiting and _is_late(end, call, route, dumps)
+    )
+    missing = tuple(end for end in route if end not in dumps)
     return StuckCall(
         call=call,
-        waiting=tuple(sorted(other.rank for other in calls)),
-        late=tuple(late),
-        missing=tuple(end for end in others if end not in dumps),
+        waiting=waiting,
+        late=late,
+        missing=missing,
         mismatch="",
+        is_entered=len(route) == 2 and not (late or missing),
     )
+
+
+def _is_late(
+    end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
+) -> bool:
+    """Returns whether a rank has not called its end of a message.
+
+    Args:
+        end: Global rank without a call on this route that does not end.
+        call: Call of the other end, which waits.
+        route: Global ranks of the sender and of the receiver.
+        dumps: Dump of each rank.
+    """
+    waiting, silent = (
+        [each for each in dump.calls if each.group == call.group and _route(each, dump) == route]
+        for dump in (dumps[call.rank], dumps[end])
+    )
+    if dumps[call.rank].is_whole and dumps[end].is_whole:
+        return len(silent) <= waiting.index(call)
+    return True  # all its messages on this route have ended, and this one has not
+
+
+def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
+    """Returns the global ranks of a message's sender and receiver.
+
+    The result is empty for a collective, and has the rank of the call alone if torch did not record
+    the other end.
+    """
+    if not call.is_message:
+        return ()
+    match = _PEERS.search(call.name)
+    if match is None:
+        return (call.rank,)
+    # Names of messages have ranks within the group, first that of the call.
+    members = dump.members.get(call.group, ())
+    ends = [int(match[1]), int(match[3])]
+    ends = [members[end] if end < len(members) else end for end in ends]
+    return tuple(ends if match[2] == "->" else reversed(ends))
 
 
 def _signature(call: RecordedCall) -> tuple[str, str]:
@@ -284,18 +334,41 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
             f"{_ranks(missing)} left no dump, while others wait",
             f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
         )
+    if entered := next((call for call in stuck if call.is_entered), None):
+        return (), *_endless(entered)
+    if late and any(call.call.is_message for call in stuck):
+        ends = _ranks(sorted(late | waiting))
+        return (
+            (),
+            f"{ends} wait for messages or collectives of each other, or still compute",
+            f"look at what {ends} do (py-spy dump, their logs)",
+        )
     if late:
         return (
             tuple(sorted(late)),
             f"{_ranks(sorted(late))} wait for each other in different collectives",
             "make all ranks call the collectives of all groups in the same order",
         )
-    first = stuck[0]
     return (
         (),
-        f"all ranks of group {first.call.group} have entered collective {first.call.number}, "
+        f"{_ranks(sorted(waiting))} wait for messages, and the dumps do not say from whom",
+        f"look at what {_ranks(sorted(waiting))} do (py-spy dump, their logs)",
+    )
+
+
+def _endless(stuck: StuckCall) -> tuple[str, str]:
+    """Returns a sentence about a call that all its ranks have entered, and advice."""
+    call = stuck.call
+    if call.is_message:
+        return (
+            f"both ends of the message {call.name.split(':')[-1]} of group {call.group} have called"
+            " it, and its transfer does not end",
+            f"check the network and the devices of {_ranks(stuck.waiting)}",
+        )
+    return (
+        f"all ranks of group {call.group} have entered collective {call.number}, "
         "and its transfer does not end",
-        f"check the network and the devices of {_ranks(first.waiting)}",
+        f"check the network and the devices of {_ranks(stuck.waiting)}",
     )
 
 
@@ -337,7 +410,8 @@ def _read_dump(rank: int, path: Path) -> Dump:
 
 
 def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
-    calls = [_call(rank, entry) for entry in content.get("entries", ())]
+    entries = content.get("entries", ())
+    calls = _without_batches([_call(rank, entry) for entry in entries])
     members = {}
     for name, config in content.get("pg_config", {}).items():
         ranks = config["ranks"]
@@ -355,7 +429,25 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun)
+    # torch counts its records from 0, and overwrites the oldest.
+    is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
+    return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
+
+
+def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """Returns the calls without the entries that stand for whole batches of messages.
+
+    torch notes the end of a batch at its own entry, and not at the messages before it.
+    """
+    kept: list[RecordedCall] = []
+    for call in calls:
+        if not (call.is_message and call.name.endswith(_BATCH)):
+            kept.append(call)
+            continue
+        for index, other in enumerate(kept):
+            if other.is_message and (other.group, other.number) == (call.group, call.number):
+                kept[index] = replace(other, has_ended=other.has_ended or call.has_ended)
+    return kept
 
 
 def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:

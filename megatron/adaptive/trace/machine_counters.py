@@ -39,7 +39,7 @@ from megatron.adaptive.trace.network_counters import (
     increase,
     pause_files,
     retry_files,
-    slowest_port_mbit_per_s,
+    speed_mbit_per_s,
 )
 
 ELAPSED = "elapsed_ns"
@@ -174,13 +174,14 @@ class MachineCounters:
     Args:
         gpu_uuid: Id of the process's GPU, as in ``nvidia-smi -L``; empty for none.
         gpu_ranks: Number of ranks of the job that share the GPU.
+        interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
         missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
             can be read, the reason stands for all of them.
     """
 
-    def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1) -> None:
+    def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source] = {}
         self._readers: dict[str, _Source] = {}
@@ -188,6 +189,7 @@ class MachineCounters:
         self._processor = -1
         self._tcp = TcpCounters()
         self._tcp_begun: dict[int, tuple[int, int]] = {}
+        self._interface = interface
         self._speed = 0
         self._gpu = GpuCounters(gpu_uuid, gpu_ranks)
         self._reads = 0
@@ -234,7 +236,7 @@ class MachineCounters:
             self._list_threads()
             self._list_readers()
             self._tcp.list_connections()
-            self._speed = slowest_port_mbit_per_s()
+            self._speed = speed_mbit_per_s(self._interface)
         self._reads += 1
         values: dict[tuple[str, str], int | None] = {
             (ELAPSED, ""): time.monotonic_ns(),

@@ -2,11 +2,12 @@
 
 The kernel counts the segments of each connection (``TCP_INFO``), so that what other programs lose
 does not matter. Connections of gloo, of NCCL over sockets and of the job's store are among these.
-Ports of Ethernet and RDMA have files for their errors and their speed::
+Ports of Ethernet and RDMA have files for their errors. The speed is that of the interface that the
+job uses, because others, such as those for management, do not slow it down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
-    /sys/class/infiniband/*/ports/*/         packets sent again, ticks without credits, Gbit/s
+    /sys/class/infiniband/*/ports/*/         packets sent again, ticks without credits
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ LINK_RETRIES = "link_retries"
 LINK_PAUSES = "link_pauses"
 """Name of the number of ticks in which an RDMA port had data and was not allowed to send."""
 
-LINK_SPEED = "link_mbit_per_s"
-"""Name of the speed in Mbit/s of the machine's slowest port that is up."""
+LINK_SPEED = "job_link_mbit_per_s"
+"""Name of the speed in Mbit/s of the network interface that the job uses."""
 
 _INFO_BYTES = 144
 _RESENT_OFFSET = 100
@@ -47,7 +48,6 @@ _NETWORKS = Path("/sys/class/net")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _ERRORS = ("rx_errors", "tx_errors", "tx_dropped")
 _RETRIES = ("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err")
-_MBIT_PER_GBIT = 1000
 
 
 class TcpCounters:
@@ -138,11 +138,13 @@ def pause_files() -> list[Path]:
     return [port / "counters" / "port_xmit_wait" for port in _rdma()]
 
 
-def slowest_port_mbit_per_s() -> int:
-    """Returns the speed of the slowest port that is up, in Mbit/s; 0 if none says its speed."""
-    speeds = [_number(port / "speed") for port in _ethernet()]
-    speeds += [_MBIT_PER_GBIT * _number(port / "rate") for port in _rdma()]
-    return min((speed for speed in speeds if speed > 0), default=0)
+def speed_mbit_per_s(interface: str) -> int:
+    """Returns the speed of a network interface in Mbit/s; 0 if it says none.
+
+    Args:
+        interface: Name of the interface, such as ``eth0``; empty if unknown.
+    """
+    return max(0, _number(_NETWORKS / interface / "speed")) if interface else 0
 
 
 def _ethernet() -> Iterator[Path]:

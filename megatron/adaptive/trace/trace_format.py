@@ -239,6 +239,9 @@ class TraceHeader:
         num_slices: Number of slices into which each microbatch is cut along its sequence; 1 for
             whole microbatches.
         uncounted: Names of the counters of :mod:`machine_counters` that the rank's machine lacks.
+        device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
+        transport: Name of the transport of all messages between ranks; empty if it is unknown or
+            differs between pairs of ranks.
     """
 
     run: str
@@ -262,6 +265,8 @@ class TraceHeader:
     gpu_ranks: int = 1
     num_slices: int = 1
     uncounted: tuple[str, ...] = ()
+    device: str = ""
+    transport: str = ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -467,6 +472,8 @@ _MAX_SIZES = {
 Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
 take very long.
 """
+_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1, "device": "", "transport": ""}
+"""Fields of headers that older files lack, with their values in these."""
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
@@ -630,15 +637,16 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values = {
         spec.name: _value(record, spec.name, spec.type, origin)
         for spec in fields(TraceHeader)
-        if spec.type in _EXPECTED and spec.name not in ("gpu_ranks", "num_slices")
+        if spec.type in _EXPECTED and spec.name not in _ADDED
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
             f"{origin}: placement is {values['placement']!r}, this program knows "
             f"{' and '.join(PLACEMENTS)}; use a newer version of it"
         )
-    values["gpu_ranks"] = _value(record, "gpu_ranks", "int", origin, 1)
-    values["num_slices"] = _value(record, "num_slices", "int", origin, 1)
+    for name, default in _ADDED.items():
+        kind = "int" if isinstance(default, int) else "str"
+        values[name] = _value(record, name, kind, origin, default)
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))

@@ -10,19 +10,15 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.node_local import LocalDisk
 from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
-from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -30,7 +26,7 @@ from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
-from megatron.adaptive.errors import ConfigError, DeviceMemoryError
+from megatron.adaptive.errors import DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
 from megatron.adaptive.gpt.train_step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.choose_partition import Decision
@@ -39,8 +35,8 @@ from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner, make_tuner
 from megatron.adaptive.schedule.choose_slices import NextTrial, SliceTrial
-from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.trace_format import SLICES
+from megatron.adaptive.training.hook import Hook
 from megatron.adaptive.training.interval_probe import IntervalProbe
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
@@ -164,25 +160,6 @@ class Trainer:
         if interval and self._live.progress.iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
-
-
-class Hook:
-    """Handles one task of the training loop, such as checkpoints.
-
-    Every rank must have the same hooks, called in the same order.
-    """
-
-    def before_step(self, iteration: int) -> None:
-        """Called before each step; ``iteration`` is the number of iterations done so far."""
-
-    def after_step(self, step: TrainedStep) -> None:
-        """Called after each step, when the run's progress includes the step."""
-
-    def at_end(self) -> None:
-        """Called once at the end, if training ended without an error."""
-
-    def close(self) -> None:
-        """Frees the hook's resources, also after an error. Idempotent."""
 
 
 class RunHook(Hook):
@@ -716,95 +693,3 @@ class Saving(RunHook):
         self._live.log.report(saved=iteration, seconds=self._waited_s)
         behind = self._live.config.checkpoint.saves_behind
         self._live.log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
-
-
-def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
-    """Returns the hook that profiles this rank according to the flags.
-
-    ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
-    The former writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
-    record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU nsys would record
-    nothing, so PyTorch's profiler is used instead.
-
-    Args:
-        cfg: Settings of the run.
-        rank: Global rank of this process.
-        output_dir: Folder of TensorBoard, to which PyTorch's profiler writes.
-
-    Raises:
-        ConfigError: On all ranks, if PyTorch's profiler has no folder to write to.
-    """
-    run = cfg.run
-    if not (run.profile or run.profile_execution):
-        return Hook()
-    for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
-        torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
-    )
-    # Check on all ranks. Otherwise only some ranks would stop, and the others would wait for them.
-    if output_dir is None and not for_nsys:
-        flag = "--profile-execution True" if run.profile_execution else "--profile"
-        raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")
-    if rank not in run.profile_ranks:
-        return Hook()
-    if output_dir is None or for_nsys:
-        return ProfiledWindow(run, _NsysRange())
-    folder = Path(output_dir)
-    if run.profile_execution:
-        folder /= run.profile_name
-    profile = torch.profiler.profile(
-        # Pass a schedule, even a constant one, so that the profiler marks each step in the trace.
-        schedule=lambda _: torch.profiler.ProfilerAction.RECORD,
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(
-            str(folder), worker_name=f"rank_{rank:05d}"
-        ),
-        record_shapes=True,
-    )
-    return ProfiledWindow(run, profile)
-
-
-class ProfiledWindow(Hook):
-    """Records the iterations from ``--profile-step-start`` to ``--profile-step-end``."""
-
-    def __init__(self, run: RunConfig, recording: Any) -> None:
-        self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # a profiler object, or None once it has ended
-        self._is_running = False
-
-    def before_step(self, iteration: int) -> None:
-        if self._recording is None:
-            return
-        if iteration not in self._iterations:
-            if self._is_running:
-                self.close()
-        elif self._is_running:
-            self._recording.step()
-        else:
-            self._recording.start()
-            self._is_running = True
-
-    def close(self) -> None:
-        recording, self._recording = self._recording, None
-        if recording is not None and self._is_running:
-            self._is_running = False
-            try:
-                recording.stop()
-            except (OSError, RuntimeError) as error:  # raised by torch if it cannot write
-                Outage("the profile", "profiles").begins(error)
-
-
-class _NsysRange:
-    """Starts and stops CUDA's profiler, and marks each operation with its name (NVTX)."""
-
-    def __init__(self) -> None:
-        self._names = ExitStack()
-
-    def start(self) -> None:
-        torch.cuda.cudart().cudaProfilerStart()
-        self._names.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-
-    def step(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        self._names.close()
-        torch.cuda.cudart().cudaProfilerStop()

@@ -185,8 +185,9 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run, require_room
     from megatron.adaptive.rebalance.repartition import resume_partition
+    from megatron.adaptive.training.hook import make_profiler
     from megatron.adaptive.training.logging import TrainingLog, startup_line
-    from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
+    from megatron.adaptive.training.loop import Trainer, TrainingRun
 
     gc.freeze()  # later collections skip imported objects, which are never freed
     config = job.config

@@ -70,11 +70,14 @@ def test_a_group_that_is_always_slower_than_others_is_named(tmp_path: Path) -> N
     assert (finding.period.kind, finding.against) == ("lasting", "others")
 
 
-def test_late_replicas_are_no_slow_members(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["data", "expert"])
+def test_late_replicas_and_ranks_with_more_tokens_are_no_slow_members(
+    tmp_path: Path, kind: str
+) -> None:
     def late(iteration: int, rank: int) -> tuple[float, float]:
         return (0.9 if rank == 3 else 0.0), 0.1
 
-    assert causes(diagnosed(tmp_path, "data", PAIRS, late)) == []
+    assert causes(diagnosed(tmp_path, kind, PAIRS, late)) == []
 
 
 def test_waits_and_transfers_add_up(tmp_path: Path) -> None:

@@ -119,6 +119,11 @@ def test_slow_reading_is_named(say: Say, replicas: int) -> None:
     assert finding.delay_ms == pytest.approx(6, rel=0.2)
 
 
+def test_a_few_slow_reads_are_no_finding(say: Say) -> None:
+    fault = Fault(kind="slow-data", rank=0, seconds=0.006)
+    assert say(fault, iterations=3, num_microbatches=2).findings == ()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_spikes_are_named_and_not_taken_for_slowness(say: Say, replicas: int) -> None:
     fault = Fault(kind="spikes", rank=replicas, factor=4, probability=0.05)

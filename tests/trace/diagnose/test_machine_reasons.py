@@ -67,13 +67,23 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 
 
 def diagnosed(
-    folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1
+    folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Diagnoses a made-up run whose ranks counted, beside what ranks of a quiet machine count."""
+    """Diagnoses a made-up run whose ranks counted, beside what ranks of a quiet machine count.
+
+    Args:
+        folder: Folder for the traces.
+        count: Function that returns the counters of a rank in an iteration.
+        faults: Faults of the run.
+        iterations: Number of iterations.
+        hosts: Number of machines.
+        header: Further fields of the headers.
+    """
     run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)
     for rank, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
+        lines[0] = json.dumps({**json.loads(lines[0]), **header})
         for number, line in enumerate(lines):
             if line.startswith('{"begin_iteration"'):
                 marker = json.loads(line)
@@ -213,21 +223,29 @@ def test_a_rank_with_two_waits_has_two_reasons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clocks", "text"),
+    ("clocks", "device", "text"),
     [
         (
             {CLOCK: 2_000_000, CLOCK_LIMIT: 2_000_000},
+            "cpu",
             "2.00 GHz, not 3.00 GHz, where a limit of 2.0",
         ),
-        ({CLOCK: 2_000_000}, "has a clock of 2.00 GHz, not 3.00 GHz"),
-        ({CLOCK: 2_990_000}, ""),
+        ({CLOCK: 2_000_000}, "cpu", "has a clock of 2.00 GHz, not 3.00 GHz"),
+        ({CLOCK: 2_990_000}, "cpu", ""),
+        ({CLOCK: 2_000_000}, "cuda", ""),
+        ({CLOCK: 2_000_000}, "", ""),
     ],
-    ids=["capped", "hot", "full"],
+    ids=["capped", "hot", "full", "gpu", "unknown"],
 )
-def test_a_slow_clock_is_a_reason(tmp_path: Path, clocks: dict[str, float], text: str) -> None:
+def test_a_slow_clock_is_a_reason_for_a_rank_without_a_gpu(
+    tmp_path: Path, clocks: dict[str, float], device: str, text: str
+) -> None:
     full = {CLOCK: 3_000_000, CLOCK_LIMIT: 3_200_000, FULL_CLOCK: 3_200_000}
     said = diagnosed(
-        tmp_path, lambda rank, _: {**full, **clocks} if rank == SLOW.rank else full, SLOW
+        tmp_path,
+        lambda rank, _: {**full, **clocks} if rank == SLOW.rank else full,
+        SLOW,
+        device=device,
     )
     (finding,) = said.findings
     reason = finding.reason.text if finding.reason else ""
@@ -279,7 +297,7 @@ def test_messages_that_are_late_when_packets_are_lost(tmp_path: Path, resent: in
         is_lost = rank == 1 and any(fault.holds(iteration) for fault in LOST)
         return {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 5 * resent if is_lost else 0}
 
-    findings = diagnosed(tmp_path, count, *LOST, iterations=20).findings
+    findings = diagnosed(tmp_path, count, *LOST, iterations=20, hosts=4).findings
     named = [(finding.cause, finding.ranks) for finding in findings]
     assert (("lossy link", (1, 2)) in named) == bool(resent)
     for finding in findings:
@@ -289,19 +307,49 @@ def test_messages_that_are_late_when_packets_are_lost(tmp_path: Path, resent: in
             assert finding.cost_fraction > 0.02
 
 
+@pytest.mark.parametrize(
+    ("hosts", "transport", "everywhere", "is_lossy"),
+    [
+        (4, "", False, True),
+        (1, "gloo", False, True),
+        (1, "", False, False),
+        (1, "shm", False, False),
+        (4, "", True, False),
+    ],
+    ids=["machines", "over-tcp", "unknown", "over-memory", "no-relation"],
+)
+def test_losses_explain_late_messages_only_if_these_cross_the_network_and_meet_them(
+    tmp_path: Path, hosts: int, transport: str, everywhere: bool, is_lossy: bool
+) -> None:
+    def count(rank: int, iteration: int) -> dict[str, float]:
+        is_lost = everywhere or any(fault.holds(iteration) for fault in LOST)
+        return {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 10 * is_lost}
+
+    said = diagnosed(tmp_path, count, *LOST, iterations=20, hosts=hosts, transport=transport)
+    assert any(finding.cause == "lossy link" for finding in said.findings) == is_lossy
+
+
 def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
     fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.02)
     lossy = only(1, **{SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4})
-    (finding,) = diagnosed(tmp_path, lossy, fault).findings
+    (tmp_path / "tcp").mkdir()
+    (tmp_path / "memory").mkdir()
+    (finding,) = diagnosed(tmp_path / "tcp", lossy, fault, transport="tcp").findings
     assert (finding.cause, finding.ranks) == ("slow link", (1, 2))
     assert finding.reason is not None
     assert "sends 4.0% of its TCP segments again" in finding.reason.text
+    within = {LINK_RETRIES: 7, SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4}
+    (finding,) = diagnosed(tmp_path / "memory", only(1, **within), fault).findings
+    assert (finding.cause, finding.reason) == ("slow link", None)
 
 
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ({LINK_SPEED: 10_000}, "runs at 10,000 Mbit/s, those of other machines at 25,000 Mbit/s"),
+        (
+            {LINK_SPEED: 10_000},
+            "that the job uses runs at 10,000 Mbit/s, those of other machines at 25,000 Mbit/s",
+        ),
         ({LINK_RETRIES: 7}, "sends 7 packets per step again"),
         ({LINK_ERRORS: 3}, "counts 3 faulty or dropped packets per step"),
         ({LINK_PAUSES: 900}, "may not send for 900 ticks per step"),
@@ -339,10 +387,14 @@ def test_of_ranks_without_processors_nothing_else_is_said(tmp_path: Path, fault:
     faults = tuple(replace(lost, seconds=0.04) for lost in LOST) if fault in LOST else (fault,)
     (tmp_path / "starved").mkdir()
     (tmp_path / "quiet").mkdir()
-    lost = {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 9}
-    said = diagnosed(tmp_path / "starved", lambda rank, _: {**STARVED, **lost}, *faults)
+
+    def lost(rank: int, iteration: int) -> dict[str, float]:
+        is_lost = any(fault.holds(iteration) for fault in LOST)
+        return {SENT_SEGMENTS: 100, RESENT_SEGMENTS: 30 * is_lost}
+
+    said = diagnosed(tmp_path / "starved", lambda *of: {**STARVED, **lost(*of)}, *faults, hosts=4)
     assert {finding.cause for finding in said.findings} <= {"busy machine", "spikes"}
-    said = diagnosed(tmp_path / "quiet", lambda rank, _: lost, *faults)
+    said = diagnosed(tmp_path / "quiet", lost, *faults, hosts=4)
     assert {finding.cause for finding in said.findings} & {"slow rank", "slow data", "lossy link"}
 
 

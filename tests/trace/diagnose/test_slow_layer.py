@@ -18,29 +18,45 @@ LAYERS = 4
 FORWARD_NS, PASSES = 1_000_000, 8
 
 
-def diagnosed(folder: Path, *faults: Fault, waited: float = 0.0, **slow: float) -> list[Finding]:
+def diagnosed(
+    folder: Path,
+    *faults: Fault,
+    waited: float = 0.0,
+    layers: int = LAYERS,
+    tokens: tuple[int, ...] = (),
+    backward: float = 1.0,
+    **slow: float,
+) -> list[Finding]:
     """Diagnoses a made-up run with times of layers; ``slow`` has a factor for some (``l5``).
 
     Args:
         folder: Folder for the traces.
         faults: Faults of the run.
         waited: Fraction of the steps for which ranks waited for a processor.
+        layers: Number of layers of each rank.
+        tokens: Layers with experts.
+        backward: Factor of the backward of slow layers; their forward is as fast as others. 1 if
+            both are slow.
         slow: Factors of the times of layers.
     """
     write_synthetic(
-        folder, SyntheticRun(faults=faults, layers=LAYERS, **{**NOISE, "iterations": 16})
+        folder, SyntheticRun(faults=faults, layers=layers, **{**NOISE, "iterations": 16})
     )
     for rank, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
         for number, line in enumerate(lines):
             if line.startswith('{"begin_iteration"'):
                 rows = []
-                for index in range(LAYERS * rank, LAYERS * (rank + 1)):
-                    time_ns = round(FORWARD_NS * PASSES * slow.get(f"l{index}", 1.0))
+                for index in range(layers * rank, layers * (rank + 1)):
+                    factor = slow.get(f"l{index}", 1.0)
+                    is_recomputed = factor > 1 and backward > 1
+                    time_ns = round(FORWARD_NS * PASSES * (1.0 if is_recomputed else factor))
                     time_ns += 1000 * (number % 7)
-                    rows.append([index, time_ns, 2 * time_ns, PASSES])
+                    backward_ns = round(2 * time_ns * (backward if is_recomputed else 1.0))
+                    rows.append([index, time_ns, backward_ns, PASSES])
                 machine = {ELAPSED: 1000, PROCESSOR_WAIT: round(1000 * waited)}
                 marker = {**json.loads(line), "layers": rows, "machine": machine}
+                marker["tokens"] = [[row[0], 0, 64] for row in rows if row[0] in tokens]
                 lines[number] = json.dumps(marker)
         path.write_text("\n".join(lines))
     return list(diagnose(read_run(folder)).findings)
@@ -67,3 +83,33 @@ def test_layers_of_two_kinds_are_not_slow_layers(tmp_path: Path) -> None:
 def test_a_layer_that_is_slower_by_chance_is_no_finding(tmp_path: Path) -> None:
     named = {finding.cause for finding in diagnosed(tmp_path, waited=0.8, l5=3.0)}
     assert "slow layer" not in named
+
+
+def test_a_slow_rank_with_one_layer_is_a_slow_rank(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-rank", rank=2, factor=1.5)
+    findings = diagnosed(tmp_path, fault, layers=1, l2=1.5)
+    assert [(finding.cause, finding.ranks) for finding in findings] == [("slow rank", (2,))]
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [{f"l{index}": 2.0 for index in range(3, 16, 4)}, {"l2": 2.0, "l9": 2.1}, {"l15": 1.4}],
+    ids=["every-fourth", "two", "last"],
+)
+def test_layers_that_may_be_of_another_kind_are_no_slow_layers(
+    tmp_path: Path, slow: dict[str, float]
+) -> None:
+    assert diagnosed(tmp_path, **slow) == []
+
+
+def test_recomputed_layers_are_no_slow_layers(tmp_path: Path) -> None:
+    assert diagnosed(tmp_path, backward=1.5, l4=2.0) == []
+
+
+def test_layers_with_experts_are_no_slow_layers(tmp_path: Path) -> None:
+    assert diagnosed(tmp_path, tokens=(5,), l5=2.0) == []
+
+
+def test_two_layers_that_differ_from_each_other_are_both_named(tmp_path: Path) -> None:
+    named = {finding.counts["layer"] for finding in diagnosed(tmp_path, l2=2.0, l15=4.0)}
+    assert named == {2, 15}

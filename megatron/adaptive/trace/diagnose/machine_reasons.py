@@ -69,7 +69,10 @@ FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to those of other machines, to be the reason."""
 
 SLOWER_PORT = 0.6
-"""Maximum ratio of a port's speed to that of other machines, to be the reason."""
+"""Maximum ratio of an interface's speed to those of other machines, to be the reason."""
+
+OVER_TCP = ("gloo", "tcp")
+"""Names of transports that use TCP also within a machine."""
 
 OWN_PAGES = 4.0
 """Minimum ratio of a rank's page reads to those of others, to say that it alone is short."""
@@ -272,11 +275,21 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
         columns: Columns of the sender and of the receiver.
         chosen: Indices of the affected iterations.
     """
-    return (
-        lost_packets(m, columns, chosen)
-        or _port_counts(m, columns, chosen)
-        or _slow_port(m, columns, chosen)
-    )
+    reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
+    if reason is not None or len({m.headers[column].host for column in columns}) == 1:
+        return reason  # messages within a machine pass no port
+    return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
+
+
+def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
+    """Returns whether the messages of a link may go over TCP.
+
+    Args:
+        m: Measured times of the run.
+        columns: Columns of the sender and of the receiver.
+    """
+    source, target = (m.headers[column] for column in columns)
+    return source.host != target.host or source.transport in OVER_TCP
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
@@ -314,7 +327,7 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a port of the link is slower than those of other machines."""
+    """Returns a reason if a link's interface is slower than those of other machines."""
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
     measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
     if not measured:
@@ -329,8 +342,8 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
         return None
     return Reason(
         counter=LINK_SPEED,
-        text=f"a port of {host} runs at {speed:,.0f} Mbit/s, those of other machines at "
-        f"{usual:,.0f} Mbit/s",
+        text=f"the interface of {host} that the job uses runs at {speed:,.0f} Mbit/s, those of "
+        f"other machines at {usual:,.0f} Mbit/s",
         remedy=f"look at the cable and the port of {host} (ethtool, ibstat)",
     )
 
@@ -396,7 +409,12 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's processor explains enough of its slowness."""
+    """Returns a reason if the clock of a rank's processor explains enough of its slowness.
+
+    The clock matters little to a rank that computes on a GPU.
+    """
+    if m.headers[column].device != "cpu":
+        return None
     clocks = _clocks(m, CLOCK, column, chosen, factor)
     if clocks is None:
         return None

@@ -2,7 +2,8 @@
 
 Both need the times of collectives (``--trace-detail collectives``). Waits count as the fault of a
 rank only in groups whose members do the same work at the same time. In other groups, such as
-data-parallel ones, they show that a whole replica is late, which has causes of its own.
+data-parallel ones, they show that a whole replica is late, which has causes of its own. In groups
+of experts, the rank with the most tokens is the last one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from megatron.adaptive.trace.read import describe_numbers
 from megatron.adaptive.trace.span_columns import Ints, Mask
 from megatron.adaptive.trace.whatif.operations import OPTIMIZER, REDUCE
 
-IN_STEP = ("tensor", "context", "expert")
+EQUAL_WORK = ("tensor", "context")
+"""Kinds of groups whose members do the same work at the same time."""
+
+IN_STEP = (*EQUAL_WORK, "expert")
 """Kinds of groups whose members run the same actions at the same time."""
 
 OF_STEP = 0.05
@@ -59,7 +63,7 @@ class SlowMember(Cause):
         m = evidence.measured
         groups: dict[tuple[str, tuple[int, ...]], list[JoinedCollectives]] = {}
         for joined in m.collectives:
-            if joined.kind in IN_STEP:
+            if joined.kind in EQUAL_WORK:
                 groups.setdefault((joined.kind, joined.ranks), []).append(joined)
         findings = [
             _slow_member(m, kind, ranks, of_group) for (kind, ranks), of_group in groups.items()

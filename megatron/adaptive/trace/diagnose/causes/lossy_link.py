@@ -1,7 +1,8 @@
 """Finds links on which packets are lost: some messages come late, because parts are sent again.
 
 Most messages of such a link are as fast as others, so that a comparison of links finds nothing. The
-late ones come in iterations in which the machine sent TCP segments again.
+late ones come in iterations in which the machine sent more TCP segments again than in others. Links
+within a machine do not use the network, unless all messages are known to go over TCP.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding, Reason
-from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets, starved
+from megatron.adaptive.trace.diagnose.machine_reasons import lost_packets, may_use_tcp, starved
 from megatron.adaptive.trace.diagnose.samples import Measured, chance, middle
 from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT
 from megatron.adaptive.trace.network_counters import RESENT_SEGMENTS
@@ -34,6 +35,12 @@ LATE_OF_STEP = 0.03
 
 LATE_TOGETHER = 0.8
 """Minimum fraction of the lateness in iterations in which segments were sent again."""
+
+RANDOMLY = 0.02
+"""Maximum probability that late messages meet as many lost segments in iterations by chance."""
+
+DRAWS = 1000
+"""Number of random orders of the iterations from which this probability is estimated."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
@@ -126,7 +133,8 @@ def _lossy_links(m: Measured) -> list[_Link]:
         np.stack([messages.source, messages.target]), axis=1
     ).T.tolist():
         chosen = (messages.source == source) & (messages.target == target)
-        if int(chosen.sum()) < LINK_FEWEST:
+        ends = (m.column[source], m.column[target])
+        if int(chosen.sum()) < LINK_FEWEST or not may_use_tcp(m, ends):
             continue
         travel_ns = (messages.arrived_ns[chosen] - messages.sent_ns[chosen]).astype(np.float64)
         rows = np.searchsorted(m.iterations, messages.iteration[chosen])
@@ -139,15 +147,30 @@ def _lossy_links(m: Measured) -> list[_Link]:
             continue
         if float(late_ns.sum()) < LATE_OF_STEP * m.step * num_iterations:
             continue
-        ends = (m.column[source], m.column[target])
-        with_loss = resent[:, list(ends)].max(axis=1) > 0
-        together = float(late_ns[with_loss[rows[is_late]]].sum()) / float(late_ns.sum())
+        lost = resent[:, list(ends)].max(axis=1)
+        together = float(late_ns[lost[rows[is_late]] > 0].sum()) / float(late_ns.sum())
         if _is_starved(m, ends, np.unique(rows[is_late]), float(late_ns.sum())):
             continue
         reason = lost_packets(m, ends, np.arange(len(m.iterations)))
-        if reason is not None and together >= LATE_TOGETHER:
+        if reason is None or together < LATE_TOGETHER:
+            continue
+        used = np.unique(rows)
+        late_of_ns = np.bincount(rows[is_late], weights=late_ns, minlength=len(m.iterations))
+        if _chance_of_meeting(late_of_ns[used], lost[used]) <= RANDOMLY:
             links.append(_Link(ends, int(chosen.sum()), late_ns, rows[is_late], reason))
     return links
+
+
+def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
+    """Returns the probability that late messages meet so many lost segments by chance.
+
+    Args:
+        late_ns: ``[iterations]``, total lateness in ns.
+        lost: ``[iterations]``, number of segments that were sent again.
+    """
+    orders = np.random.default_rng(0).permuted(np.tile(lost, (DRAWS, 1)), axis=1)
+    # A small part of the sum is rounding.
+    return float((orders @ late_ns >= (1 - 1e-9) * float(lost @ late_ns)).mean())
 
 
 def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: float) -> bool:

@@ -51,6 +51,16 @@ READING_CHANGE_SURE = 6.0
 """Minimum score, in standard errors, of a change in read times during the run to be reported."""
 
 
+READING_SURE = 3.0
+"""Minimum excess of a slow read's time in standard errors."""
+
+READS_FEWEST = 16
+"""Minimum number of a rank's reads to judge them."""
+
+READING_ITERATIONS = 4
+"""Minimum number of iterations with these reads."""
+
+
 def find_slow_reading(m: Measured) -> list[Finding]:
     """Returns findings for ranks that lose time when they read training data, the worst first."""
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
@@ -59,7 +69,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
     findings = []
     for column in np.flatnonzero(np.isfinite(levels)).tolist():
         chosen = np.flatnonzero(each[:, column] > 0)
-        if not len(chosen):
+        if len(chosen) < READING_ITERATIONS or m.reads[chosen, column].sum() < READS_FEWEST:
             continue
         others = np.delete(levels, column)
         others = others[np.isfinite(others)]
@@ -85,6 +95,8 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             before = 0.0
         excess = level - before
         error = 1.25 * noise(series) / math.sqrt(len(series)) + 0.1 * level
+        if excess < READING_SURE * error:
+            continue
         finding = m.finding(
             [column],
             m.iterations[chosen],

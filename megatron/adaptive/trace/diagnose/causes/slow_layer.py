@@ -2,6 +2,11 @@
 
 ``--trace-detail layers`` records these times. Without them, a slow layer shows as a slow rank or as
 uneven stages.
+
+Layers of a model need not be of the same kind. So layers with experts and those that predict
+further tokens are left out. Of the rest, a layer is named only if its forward and its backward are
+both slow (recomputation makes the backward alone slower), and if no other layer is slow by about
+the same factor (as with every fourth layer of another kind).
 """
 
 from __future__ import annotations
@@ -28,6 +33,19 @@ FEWEST = 4
 
 MOST_SLOW = 0.25
 """Maximum fraction of the layers that may be slow; more are of another kind than the rest."""
+
+
+SLOWER_PASS = 1.15
+"""Minimum ratio of each of a slow layer's passes, forward and backward, to that of others."""
+
+SLOWER_LAST = 2.0
+"""Minimum ratio for the model's last layer, which more often does other work than the rest."""
+
+ALIKE = 1.25
+"""Maximum ratio of the times of two slow layers, to take them for layers of another kind."""
+
+FEWEST_SPACED = 3
+"""Minimum number of slow layers at equal distances, to take them for layers of another kind."""
 
 
 class SlowLayer(Cause):
@@ -63,12 +81,18 @@ class _Layer:
     Attributes:
         column: Column of the rank.
         index: Index of the layer in the model.
-        pass_ns: ``[iterations]``, time in ns of a forward and a backward pass, NaN if unknown.
+        passes_ns: ``[iterations, 2]``, time in ns of a forward and of a backward pass, NaN if
+            unknown.
     """
 
     column: int
     index: int
-    pass_ns: Floats
+    passes_ns: Floats
+
+    @property
+    def pass_ns(self) -> Floats:
+        """``[iterations]``, time in ns of both passes, NaN if unknown."""
+        return np.asarray(self.passes_ns.sum(axis=1))
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
@@ -78,13 +102,21 @@ def find_slow_layers(m: Measured) -> list[Finding]:
     if len(levels) < FEWEST:
         return []
     usual = float(np.median(levels))
+    passes = np.array([middle(layer.passes_ns, axis=0) for layer in layers])
+    slower_passes = (passes >= SLOWER_PASS * np.median(passes, axis=0)).all(axis=1)
+    last = max(layer.index for layer in layers)
     slow = [
         number
         for number, layer in enumerate(layers)
-        if levels[number] >= SLOWER * max(usual, _beside(layers, levels, layer))
+        if levels[number]
+        >= (SLOWER if layer.index < last else SLOWER_LAST)
+        * max(usual, _beside(layers, levels, layer))
     ]
     if not slow or len(slow) > max(1, int(MOST_SLOW * len(layers))):
         return []
+    if _are_spaced([layers[number].index for number in slow]):
+        return []
+    slow = [number for number in slow if slower_passes[number] and _is_alone(number, slow, levels)]
     findings = []
     for number in slow:
         layer = layers[number]
@@ -114,27 +146,55 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _beside(layers: Sequence[_Layer], levels: Floats, layer: _Layer) -> float:
-    """Returns the median time in ns of the other layers of a rank; 0 if there are none."""
+    """Returns the median time in ns of the other layers of a rank.
+
+    If there are none, it is infinite: the rank may be slow, and not its layer.
+    """
     others = [
         float(level)
         for other, level in zip(layers, levels, strict=True)
         if other.column == layer.column and other is not layer
     ]
-    return float(np.median(others)) if others else 0.0
+    return float(np.median(others)) if others else math.inf
+
+
+def _is_alone(number: int, slow: Sequence[int], levels: Floats) -> bool:
+    """Returns whether no other slow layer takes about as long as one of them.
+
+    Args:
+        number: Number of the layer.
+        slow: Numbers of all slow layers.
+        levels: Time in ns of each layer.
+    """
+    ratios = [levels[number] / levels[other] for other in slow if other != number]
+    return not any(1 / ALIKE < ratio < ALIKE for ratio in ratios)
+
+
+def _are_spaced(indices: Sequence[int]) -> bool:
+    """Returns whether at least three layers lie at equal distances in the model."""
+    distances = np.diff(np.sort(indices))
+    return len(indices) >= FEWEST_SPACED and len(np.unique(distances)) == 1
 
 
 def _layers(m: Measured) -> list[_Layer]:
-    """Returns the layers of all ranks that have times in most of the iterations."""
+    """Returns the layers that can be compared and have times in most of the iterations.
+
+    These are layers without experts, and not those that predict further tokens, which come last.
+    """
+    with_experts = {
+        row[0] for of_rank in m.experts for marker in of_rank.values() for row in marker.tokens
+    }
+    end = sum(m.layers) or math.inf
     layers = []
     for column, of_rank in enumerate(m.layer_rows):
         series: dict[int, Floats] = {}
         for row, rows in enumerate(of_rank):
             for index, forward_ns, backward_ns, passes in rows:
-                values = series.setdefault(index, np.full(len(of_rank), np.nan))
-                values[row] = (forward_ns + backward_ns) / max(1, passes)
+                values = series.setdefault(index, np.full((len(of_rank), 2), np.nan))
+                values[row] = np.array([forward_ns, backward_ns]) / max(1, passes)
         layers += [
             _Layer(column, index, values)
             for index, values in sorted(series.items())
-            if np.isfinite(values).mean() > 0.5
+            if index < end and index not in with_experts and np.isfinite(values).mean() > 0.5
         ]
     return layers
