@@ -184,7 +184,7 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
     monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
     monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
     config = SimpleNamespace(
-        schedule=SimpleNamespace(repartition_interval=8, repartition_gain=0.05),
+        schedule=SimpleNamespace(repartition="auto", repartition_interval=8, repartition_gain=0.05),
         layers_per_stage=(3, 3),
         constant_slices=1,
     )

@@ -268,12 +268,7 @@ class Tuner:
                 )
             return _recut(replace(decision, text=decision.text + text), num_slices)
         except ScheduleError as error:
-            if chosen is None:
-                return Decision(text=f"auto keeps adaptive: {error}")
-            # The number of slices is known, and the fastest of the schedules simulated for it.
-            best = chosen.schedule
-            text = f"{best.reason}; {chosen.text}; nothing else was compared: {error}"
-            return _recut(Decision(text=text, stay=best.best), num_slices)
+            return _recut(_without_more(chosen, error), num_slices)
 
     def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
         """Returns the placements to compare, the present one first."""
@@ -306,6 +301,21 @@ class Tuner:
                 )
         dist.barrier(group=group)
         return links
+
+
+def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
+    """Returns the decision if no schedule could be simulated for the chosen number of slices.
+
+    Args:
+        chosen: Number of slices, with the fastest schedule of the comparison of numbers; ``None``
+            if there was none.
+        error: Reason why none could be simulated.
+    """
+    if chosen is None:
+        return Decision(text=f"auto keeps adaptive: {error}")
+    best = chosen.schedule
+    text = f"{best.reason}; {chosen.text}; nothing else was compared: {error}"
+    return Decision(text=text, stay=best.best)
 
 
 def _recut(decision: Decision, present: int) -> Decision:

@@ -250,7 +250,6 @@ class Repartitioner:
             run: Run that was built.
         """
         self._promise = promise
-        self._skip = _WARM_UP
         self.adopt(run)
 
     def _forget(self) -> None:
