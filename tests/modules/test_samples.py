@@ -53,6 +53,18 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
         read(tmp_path, line, processor=tokenizer, max_length=4)
 
 
+def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
+    """Some models name only input_ids as their input."""
+    tokenizer = make_tokenizer()
+    lines = ({"text": "one two"}, {"messages": [QUESTION, ANSWER]})
+    expected = list(read(tmp_path, *lines, processor=tokenizer))
+    tokenizer.model_input_names = ["input_ids"]
+    samples = list(read(tmp_path, *lines, processor=tokenizer))
+    for sample, same in zip(samples, expected, strict=True):
+        assert sample.keys() == {"input_ids", "labels"}
+        assert all(torch.equal(sample[name], same[name]) for name in sample)
+
+
 @pytest.mark.parametrize("has_id", [True, False])
 def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bool) -> None:
     """Neither in a text, nor if the template marks no answers or the image as part of one."""

@@ -180,9 +180,9 @@ class SampleReader:
         """Adds labels, and cuts off or pads entries with a value per token."""
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
         # Padding follows the text, so no token of the text attends to it, and no mask is needed.
-        every_token = entries.pop("attention_mask")
-        learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
         ids = entries["input_ids"]
+        every_token = entries.pop("attention_mask", torch.ones_like(ids))
+        learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
         # Templates may mark placeholders as learned, and texts without a mask contain them.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
