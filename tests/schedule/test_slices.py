@@ -26,10 +26,15 @@ from megatron.adaptive.schedule.memory_caps import chunk_shares
 from megatron.adaptive.schedule.policy import actions_of, codes_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.schedule_file import load, save
-from megatron.adaptive.schedule.sequence_slices import slice_bounds, slice_costs
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
-from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw
+from megatron.adaptive.schedule.workload import (
+    StageProfile,
+    StageTimes,
+    draw,
+    slice_bounds,
+    slice_costs,
+)
 from tests.schedule.conftest import run
 
 V = Placement(num_ranks=2, num_chunks=2, kind="v")
