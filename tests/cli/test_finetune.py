@@ -66,6 +66,31 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     assert after < loss_of_transformers(tmp_path / "model", data, held_out) - 0.3
 
 
+@pytest.mark.multiprocess
+def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path) -> None:
+    """The samples of the evaluation do not depend on the number of replicas."""
+    write_text_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    losses = []
+    for processes in ("1", "2"):
+        shutil.rmtree(tmp_path / "tuned", ignore_errors=True)
+        options = f"--lr 0 --eval-share 0.03 --pipeline-size 1 --nproc-per-node {processes}"
+        done = subprocess.run(
+            [sys.executable, *COMMAND, *paths_in(tmp_path), *options.split()],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^\d+ samples to train on, 1 for evaluation", done.stdout, re.MULTILINE)
+        losses += re.findall(r"evaluation loss ([\d.]+)", done.stdout)
+    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
+
+
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +128,10 @@ def test_an_interrupted_run_continues_with_the_same_samples(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--model", "nowhere"), "nowhere has no tokenizer or processor"),
+        (
+            ("--model", "nowhere"),
+            "nowhere has no tokenizer or processor that transformers can read (there is no",
+        ),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
         (("--output", "model"), "model exists and is not empty: name a new folder"),
         (("--save-interval", "2"), "--save-interval needs a folder: give --checkpoints DIR"),

@@ -93,20 +93,21 @@ class FineTuning:
             config=read_config(self.model, trust_remote_code=self.trust_remote_code),
         )
         samples = reader.read(self.data)
-        self.num_trained(len(samples), 1)
+        self.num_trained(len(samples))
         return processor, samples
 
-    def num_trained(self, num_samples: int, replicas: int) -> int:
+    def num_trained(self, num_samples: int) -> int:
         """Returns the number of samples to train on; the others are for evaluation.
+
+        It is the same for any number of processes, so that a checkpoint can be continued by more.
 
         Args:
             num_samples: Number of all samples.
-            replicas: Number of replicas, each of which needs a sample for evaluation.
 
         Raises:
             ConfigError: If too few samples are left to train on.
         """
-        num_held_out = max(replicas, round(self.eval_share * num_samples)) if self.eval_share else 0
+        num_held_out = max(1, round(self.eval_share * num_samples)) if self.eval_share else 0
         num_trained = num_samples - num_held_out
         if num_trained < self.batch_size:
             raise ConfigError(
@@ -175,7 +176,7 @@ class _Run:
         self._is_first = torch.distributed.get_rank() == 0
         order = list(range(len(samples)))
         random.Random(settings.seed).shuffle(order)
-        num_trained = settings.num_trained(len(order), pipeline.replicas)
+        num_trained = settings.num_trained(len(order))
         self._trained = order[:num_trained]
         self._held_out = order[num_trained:]
         self._steps_per_epoch = num_trained // settings.batch_size
@@ -242,16 +243,17 @@ class _Run:
         pipeline = self._pipeline
         indices = self._held_out
         size = max(self._settings.batch_size, pipeline.replicas)
-        starts = list(range(0, len(indices), size))
-        if len(starts) > 1 and len(indices) - starts[-1] < pipeline.replicas:
-            starts.pop()
         total = total_items = 0.0
-        for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
-            batch = [self._samples[index] for index in indices[start:end]]
-            part = pipeline.share(batch)
-            items = sum(num_learned(batch))
-            total += items * pipeline.eval(part, num_items=num_learned(part))
-            total_items += items
+        for start in range(0, len(indices), size):
+            batch = [self._samples[index] for index in indices[start : start + size]]
+            items = num_learned(batch)
+            # Each replica needs a sample; those that are repeated do not count.
+            missing = max(0, pipeline.replicas - len(batch))
+            part = pipeline.share(batch + batch[:1] * missing)
+            counted = [*items, *[0] * missing]
+            loss = pipeline.eval(part, num_items=[counted[number] for number in part.numbers])
+            total += sum(items) * loss
+            total_items += sum(items)
         return total / total_items
 
     def _batch(self, epoch: int, position: int) -> list[Microbatch]:

@@ -55,7 +55,8 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
-        reason = _first_line(error)
+        # transformers would name its server, although nothing is downloaded.
+        reason = _first_line(error) if folder.is_dir() else "there is no such folder"
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read ({reason}): name "
             "the folder of a model"
