@@ -36,14 +36,10 @@ def paths_in(folder: Path) -> list[str]:
     return [word for flag, name in names.items() for word in (flag, str(folder / name))]
 
 
-@pytest.mark.multiprocess
-def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """The command starts them; the saved folder has the loss of the last evaluation."""
-    write_image_model(tmp_path / "model")
-    data = write_image_data(tmp_path / "data")
-    options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
+def tuned(folder: Path, options: str) -> str:
+    """Runs the command on the model and data of a folder; returns what it prints."""
     done = subprocess.run(
-        [sys.executable, *COMMAND, *paths_in(tmp_path), *options.split()],
+        [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -52,8 +48,18 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    losses = re.findall(r"step \d of 4: loss ([\d.]+)", done.stdout)
-    evaluated = re.findall(r"evaluation loss ([\d.]+)", done.stdout)
+    return done.stdout
+
+
+@pytest.mark.multiprocess
+def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
+    """The command starts them; the saved folder has the loss of the last evaluation."""
+    write_image_model(tmp_path / "model")
+    data = write_image_data(tmp_path / "data")
+    options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
+    output = tuned(tmp_path, options)
+    losses = re.findall(r"step \d of 4: loss ([\d.]+)", output)
+    evaluated = re.findall(r"evaluation loss ([\d.]+)", output)
     assert (len(losses), len(evaluated)) == (4, 2)
     order = list(range(20))
     random.Random(1).shuffle(order)
@@ -76,18 +82,9 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
     for processes in ("1", "2"):
         shutil.rmtree(tmp_path / "tuned", ignore_errors=True)
         options = f"--lr 0 --eval-share 0.03 --pipeline-size 1 --nproc-per-node {processes}"
-        done = subprocess.run(
-            [sys.executable, *COMMAND, *paths_in(tmp_path), *options.split()],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert re.search(r"^\d+ samples to train on, 1 for evaluation", done.stdout, re.MULTILINE)
-        losses += re.findall(r"evaluation loss ([\d.]+)", done.stdout)
+        output = tuned(tmp_path, options)
+        assert re.search(r"^\d+ samples to train on, 1 for evaluation", output, re.MULTILINE)
+        losses += re.findall(r"evaluation loss ([\d.]+)", output)
     assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-5)
 
 
