@@ -11,8 +11,8 @@ from megatron.adaptive.trace.diagnose.finding import Period, Reason
 from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
 from tests.soak.causes import CASES, FAILED, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
 
-COUNT = int(os.environ.get("CAUSES", "1"))
-"""Number of jobs with each cause in the long test."""
+COUNT = int(os.environ.get("CAUSES", "0"))
+"""Number of jobs with each cause; 0 leaves them out, since other tests on the machine are causes too."""
 
 
 def finding(cause: str, counter: str = "") -> Finding:
@@ -47,7 +47,8 @@ def test_rows_have_the_goals() -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200 * COUNT)
+@pytest.mark.skipif(not COUNT, reason="CAUSES=N plants each cause N times, on a quiet machine")
+@pytest.mark.timeout(200 * max(1, COUNT))
 @pytest.mark.parametrize("name", CASES)
 def test_a_planted_cause_is_named(name: str) -> None:
     judged = answers([name], COUNT, seed=1)
