@@ -12,7 +12,7 @@ from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
 from tests.soak.causes import CASES, FAILED, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
 
 COUNT = int(os.environ.get("CAUSES", "0"))
-"""Number of jobs with each cause; 0 leaves them out, since other tests on the machine are causes too."""
+"""Number of jobs with each cause. By default none, because other tests beside it are causes too."""
 
 
 def finding(cause: str, counter: str = "") -> Finding:
