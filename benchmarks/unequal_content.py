@@ -66,7 +66,7 @@ ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
 DECODER_WORK = 32.0 / DECODER_LAYERS
 """Multiplications of a forward of one token in a layer, in billions."""
 FORWARD_S = 0.08
-"""Mean time of the forward of a microbatch in the whole model."""
+"""Mean time in seconds of a microbatch's forward pass through the whole model."""
 WARM_STEPS = 4
 LIMIT_S = 900.0
 SEED = 20_000

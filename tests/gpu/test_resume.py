@@ -1,4 +1,4 @@
-"""The whole trainer in two ranks, on a GPU if there is one, with all that runs beside the steps.
+"""Trains in two ranks, on a GPU if there is one, with checkpoints and traces, and resumes.
 
 Checkpoints are written behind training, the run is traced, processes read the data ahead,
 and tensors go through shared memory, all at once; then the run continues from a checkpoint.

@@ -34,7 +34,7 @@ def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> Sa
 
 
 def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
-    """Returns a line whose question has these parts before its text."""
+    """Returns a line of a data file: a question that begins with these parts, and its answer."""
     question = {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
     return {"messages": [question, ANSWER], **others}
 

@@ -55,7 +55,7 @@ class IntervalProbe:
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether to call :meth:`run` before the first step: in an elastic job."""
+        """Returns whether :meth:`run` is called before the first step, which elastic jobs do."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:

@@ -159,7 +159,7 @@ def _beside(layers: Sequence[_Layer], levels: Floats, layer: _Layer) -> float:
 
 
 def _is_alone(number: int, slow: Sequence[int], levels: Floats) -> bool:
-    """Returns whether no other slow layer takes about as long as one of them.
+    """Returns whether the time of a slow layer differs from those of all other slow layers.
 
     Args:
         number: Number of the layer.
