@@ -16,7 +16,7 @@ from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import forking, kill_tree
+from ..multiprocess.launch import environment, forking, kill_tree, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
@@ -177,6 +177,37 @@ def test_status_is_that_of_the_training(
     assert run() == status
     # A run that was stopped can go on; one that failed has nothing to offer.
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
+
+
+# In the place of the example script: runs until it is asked to end.
+WAITING_SCRIPT = """
+trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
+touch "$RUN_DIR/started"
+while true; do sleep 0.1; done
+"""
+
+
+def test_a_job_whose_command_was_killed_is_asked_to_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(WAITING_SCRIPT)
+    program = f"""
+import sys
+from pathlib import Path
+from megatron.adaptive.cli import run_single
+run_single._SCRIPT = Path({str(script)!r})
+run_single.make_corpus = lambda flags: 0
+run_single.main(sys.argv[1:])
+"""
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    command = subprocess.Popen([sys.executable, "-c", program, *folders], env=environment())
+    latest = tmp_path / "runs" / "latest"
+    try:
+        wait_until((latest / "started").exists, lambda: command.poll(), WATCHDOG_S)
+        command.kill()
+        command.wait()
+        wait_until((latest / "asked_to_end").exists, lambda: sorted(latest.iterdir()), WATCHDOG_S)
+    finally:
+        kill_tree(command)
 
 
 def test_a_folder_that_cannot_be_made(

@@ -23,6 +23,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
+from megatron.adaptive.config.parent_process import ending_with_this_process
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
@@ -201,7 +202,12 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
     # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal and
     # from this process, which forwards it.
     job = subprocess.Popen(
-        ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=WORK_FOLDER
+        ["bash", str(_SCRIPT), *flags],
+        env=environment,
+        start_new_session=True,
+        cwd=WORK_FOLDER,
+        # If this process is killed, the job saves a checkpoint and ends.
+        preexec_fn=ending_with_this_process(signal.SIGTERM),
     )
 
     def pass_on(number: int, frame: object) -> None:

@@ -45,6 +45,7 @@ from megatron.adaptive.config.environment import (
     masked_text,
 )
 from megatron.adaptive.config.model import model_flags
+from megatron.adaptive.config.parent_process import ending_with_this_process
 from megatron.adaptive.config.plan_file import FLAGS, run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import BestEffortFile
@@ -265,6 +266,8 @@ def run_node(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            # If this process is killed, the node's ranks save a checkpoint and end.
+            preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)

@@ -21,7 +21,6 @@ kills the ranks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -36,7 +35,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-_SET_DEATH_SIGNAL = 1
+from megatron.adaptive.config.parent_process import end_with_parent
+
 _MODULES = (
     "training.pretrain",
     "training.loop",
@@ -59,16 +59,12 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    _die_with_parent()  # set now: the agent may die during the imports below
+    end_with_parent()  # set now: the agent may die during the imports below
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent handles these signals
     _import()
     gc.freeze()  # else garbage collection in a rank would copy shared pages
     _Forkserver(orders).serve()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _import() -> None:
@@ -147,7 +143,7 @@ class _Forkserver:
         try:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
-            _die_with_parent()
+            end_with_parent()
             if os.getppid() != parent:
                 os._exit(1)
             signal.set_wakeup_fd(-1)

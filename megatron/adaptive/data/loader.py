@@ -26,7 +26,6 @@ up to a quarter more if rows then have less padding.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import signal
@@ -41,6 +40,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.adaptive.config.data import BatchConfig
+from megatron.adaptive.config.parent_process import end_with_parent
 from megatron.adaptive.errors import ConfigError, DataError
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
 
@@ -62,7 +62,6 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
 _TRIES = 4  # number of longer rows that are tried
 _PREFETCH = 4  # number of microbatches that each worker prefetches
@@ -599,7 +598,7 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
     # Make this worker end with its rank. A worker inherits the rank's connections. If the worker
     # outlived a killed rank, the connections would stay open, and other ranks would keep waiting
     # for that rank.
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != rank_pid:
         os._exit(1)
     # Ignore signals to the whole process group, because the trainer handles them. If a worker died,

@@ -192,7 +192,7 @@ def _enter(peer: int) -> None:
     """
     import ctypes
 
-    from megatron.adaptive.cluster import rank_forkserver
+    from megatron.adaptive.config.parent_process import end_with_parent
 
     paths = {kind: f"/proc/{peer}/ns/{kind}" for kind in NAMESPACES}
     others = [
@@ -204,7 +204,7 @@ def _enter(peer: int) -> None:
         os.close(file)
     if "pid" not in others:
         return
-    rank_forkserver._die_with_parent()
+    end_with_parent()
     if (child := os.fork()) == 0:
         return
     for number in PASSED_ON:
@@ -215,12 +215,13 @@ def _enter(peer: int) -> None:
 def _become(peer: int, request: dict[str, Any], first: int, output: int, error: int) -> None:
     """Is a node's fork server, or runs a script, until the end of this process."""
     from megatron.adaptive.cluster import rank_forkserver
+    from megatron.adaptive.config.parent_process import end_with_parent
 
     status = 1
     try:
         _enter(peer)
         os.setsid()
-        rank_forkserver._die_with_parent()
+        end_with_parent()
         for file, number in ((output, 1), (error, 2)):
             os.dup2(file, number)
             os.close(file)
