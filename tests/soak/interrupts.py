@@ -406,9 +406,10 @@ def _judge(
     is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    # After the loss of a rank the others cannot save, if SIGTERM comes before they have ended.
+    # After the loss of a rank or of its data worker the others cannot save, if SIGTERM comes
+    # before they have ended.
     is_whole = not re.search(
-        r"SIGKILL to (fork (python-|pt_elastic)|.*pipeline_script)", description
+        r"SIGKILL to (fork (python-|pt_elastic|pt_data_worker)|.*pipeline_script)", description
     )
     is_saved = is_whole and (status == 128 + signal.SIGTERM or "then" not in description)
     if (
