@@ -43,7 +43,7 @@ from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
-    from megatron.adaptive.engine.layer_meter import LayerMeter
+    from megatron.adaptive.engine.layer_times import LayerTimes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -104,7 +104,7 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
-        self.layers: LayerMeter | None = None
+        self.layers: LayerTimes | None = None
         self.collectives: CollectiveMeter | None = None
         self._traced: _Iteration | None = None  # the current iteration if it is traced.
         self._iteration = _Iteration()  # the current or last iteration, traced or not.
