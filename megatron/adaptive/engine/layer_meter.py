@@ -22,12 +22,12 @@ import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import get_model_config
 
-from megatron.adaptive.engine.layer_times import BACKWARD, FORWARD, MOST_LAYERS, LayerTimes
+from megatron.adaptive.engine.layer_times import BACKWARD, FORWARD, MOST_LAYERS, LayerSums
 
 _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 
 
-class LayerMeter(LayerTimes):
+class LayerMeter(LayerSums):
     """Measures the transformer layers of this rank. All methods must be called from one thread.
 
     Args:

@@ -20,7 +20,7 @@ MOST_DRAWN = 32
 FORWARD, BACKWARD = 0, 1
 
 
-class LayerTimes:
+class LayerSums:
     """Adds up the times of this rank's layers. All methods must be called from one thread.
 
     Args:

@@ -339,10 +339,15 @@ def _keep_part(
         sample_work={
             example.signature: cut.work for example, cut in zip(examples, cut_examples, strict=True)
         },
-        segment_kinds=segment_kinds(examples[0].forwards.training)
-        if request.trace_dir is not None and request.trace_detail != "actions"
-        else (),
+        segment_kinds=_kinds_of(request, examples),
     )
+
+
+def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
+    """Returns the kinds of all segments, empty if segments are not measured."""
+    if request.trace_dir is None or request.trace_detail == "actions":
+        return ()
+    return segment_kinds(examples[0].forwards.training)
 
 
 def _hold(

@@ -19,7 +19,7 @@ _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
-    from megatron.adaptive.config.schedule import ScheduleConfig
+    from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels, trace_details
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.executor import RankTimes
     from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
@@ -298,6 +298,7 @@ class Pipeline:
             {name: getattr(request, name) for name in ("hang_after_s", "on_hang", "trace_detail")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
+        check_no_kernels(request.trace_detail)
         require_whole(1, max_recordings=request.max_recordings)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
@@ -367,12 +368,13 @@ class Pipeline:
         )
         self._meter: SegmentMeter | None = None
         clock = self._mesh.accelerator.clock()
-        if trace_dir is not None and request.trace_detail in ("layers", "collectives"):
+        details = () if trace_dir is None else trace_details(request.trace_detail)
+        if "layers" in details:
             placement = self._orders.placement
             segments = segments_of(self.partition, placement, self._mesh.pp_rank)
             self._meter = SegmentMeter(segments, clock)
             self._tracing.layers = self._meter
-        if trace_dir is not None and request.trace_detail == "collectives":
+        if "collectives" in details:
             self._tracing.collectives = CollectiveMeter(self._update.process_groups(), clock)
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.adaptive.engine.layer_times import BACKWARD, FORWARD, MOST_LAYERS, LayerTimes
+from megatron.adaptive.engine.layer_times import BACKWARD, FORWARD, MOST_LAYERS, LayerSums
 from megatron.adaptive.schedule.stage_placement import Placement
 
 
@@ -35,7 +35,7 @@ def segments_of(partition: Sequence[int], placement: Placement, pp_rank: int) ->
     return [segment for segment, stage in enumerate(stage_of_segment) if stage in stages]
 
 
-class SegmentMeter(LayerTimes):
+class SegmentMeter(LayerSums):
     """Measures the segments of this rank. All methods must be called from one thread.
 
     Args:
@@ -66,7 +66,7 @@ class SegmentMeter(LayerTimes):
         """
 
         def enters(_: torch.Tensor) -> None:
-            # Of several gradients the first begins the segment.
+            # The first of several gradients begins the segment.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 

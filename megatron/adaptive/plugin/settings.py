@@ -17,7 +17,7 @@ from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
@@ -123,6 +123,7 @@ class Settings:
             if (path := getattr(self, name)) is not None:
                 assign(self, name, os.fspath(path))
         check_values(vars(self), _flags())
+        check_no_kernels(self.trace_detail)
         self.require()
 
     def require(self, **model: Any) -> None:

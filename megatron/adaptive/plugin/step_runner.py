@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.config.schedule import trace_details
 from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_parallel_groups
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
@@ -358,10 +359,10 @@ class Engine:
             # megatron-core's own schedule sends its messages itself.
             transport="" if self._traced is not None else self._settings.channels.forced or "",
         )
-        detail = self._settings.trace_detail
-        if detail in ("layers", "collectives"):
+        details = trace_details(self._settings.trace_detail)
+        if "layers" in details:
             tracing.layers = LayerMeter(self._chunks, self._accelerator.clock())
-        if detail == "collectives":
+        if "collectives" in details:
             groups = model_parallel_groups(self._groups)
             tracing.collectives = CollectiveMeter(groups, self._accelerator.clock())
         tracing.experts = measured_experts(self._chunks, self._accelerator, self._groups)
