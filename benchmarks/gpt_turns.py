@@ -7,6 +7,8 @@ does, so it shows a fraction of a percent; and if training uses every processor,
 longer steps. As a program this file is one rank.
 
 * ``traced``: a traced step ends when its spans are in the file.
+* ``layers``, ``collectives``, ``evidence``: all steps are traced, and some of them with the times
+  of layers, with the times of collectives, or with the counters of the machine.
 * ``saving``: a window of ten steps begins with a checkpoint that is written behind training, and
   ends when the checkpoint is complete, so that none of its work is left to the next window.
 * ``copying``: two ranks, each on a node of its own as far as copies are concerned, send each other
@@ -18,6 +20,7 @@ longer steps. As a program this file is one rank.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import statistics
 import sys
@@ -33,9 +36,19 @@ from harness import gpt_ranks
 from harness.gpt_ranks import GPT, TrainingRank, rank_main
 from harness.report import ratios
 
-RANKS = {"traced": 4, "saving": 2, "copying": 2, "watched": 2}
+RANKS = {
+    "traced": 4,
+    "layers": 2,
+    "collectives": 4,
+    "evidence": 2,
+    "saving": 2,
+    "copying": 2,
+    "watched": 2,
+}
 WINDOW = 10
 """Number of steps of a window."""
+SHORT_WINDOW = 3
+"""Number of steps of a window with details of traces."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
@@ -44,13 +57,14 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
     """Takes steps in turns with and without the feature.
 
     Args:
-        kind: ``traced``, ``saving``, ``copying`` or ``watched``.
+        kind: Kind of steps, a key of :data:`RANKS`.
         rounds: Number of rounds of two turns with the feature and two without.
 
     Returns:
         ``KIND_s`` and ``plain_s``: seconds per step in each round; ``KIND_cpu_s`` and
         ``plain_cpu_s``: processor seconds per step over all ranks. For copies there are two sets of
         these, ``each`` and ``tenth``. Further, for traces ``spans`` per step and ``step_s``; for
+        details of traces ``marker_bytes``, bytes per rank and step with the detail; for
         checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, the seconds that training waited
         for each; for copies ``notice``, a text that says what is copied.
 
@@ -78,10 +92,13 @@ class _Rank(TrainingRank):
         kind: Kind of steps; see :func:`measure`.
         width: Hidden size of the model.
         flags: Further flags of the trainer.
+        tensor_size: Number of tensor-parallel ranks.
     """
 
-    def __init__(self, kind: str, width: int, *flags: str) -> None:
-        size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(RANKS[kind])]
+    def __init__(self, kind: str, width: int, *flags: str, tensor_size: int = 1) -> None:
+        pipeline_size = RANKS[kind] // tensor_size
+        size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(pipeline_size)]
+        size += ["--tensor-model-parallel-size", str(tensor_size)]
         super().__init__([*GPT, *size, *flags])
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +136,76 @@ class TracedRank(_Rank):
         # Otherwise the writer's remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
+
+
+class DetailedRank(_Rank):
+    """One rank that traces all steps, and some of them with more detail.
+
+    Args:
+        folder: Folder for the traces.
+        kind: Kind of detail: ``layers``, ``collectives`` or ``evidence``.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        flags = "--diagnose-interval 0 --trace-detail collectives --trace-dir".split()
+        tensor_size = 2 if kind == "collectives" else 1
+        super().__init__(kind, 256, *flags, str(folder), tensor_size=tensor_size)
+        self._traces = folder
+        self._kind = kind
+        tracing = self._run.tracing
+        self._meters = {
+            "layers": tracing.layers,
+            "collectives": tracing.collectives,
+            "evidence": tracing._counters,
+        }
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        self._window(False)
+        return self.turns(rounds, self._window, self._kind)
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        from megatron.adaptive.trace.read import read_run
+
+        keys = {
+            "layers": ("layers", "layer_passes"),
+            "collectives": ("collectives",),
+            "evidence": ("machine",),
+        }
+        lines = [
+            json.loads(line)
+            for trace in read_run(self._traces).ranks.values()
+            for line in trace.index.path.read_text().splitlines()
+            if line.startswith('{"begin_iteration"')
+        ]
+        sizes = [
+            sum(
+                len(json.dumps(marker.get(key, ""), separators=(",", ":")))
+                for key in keys[self._kind]
+            )
+            for marker in lines
+        ]
+        return {"marker_bytes": max(sizes), **super().facts(result)}
+
+    def _window(self, is_detailed: bool) -> tuple[float, float]:
+        """Takes some steps; returns elapsed and processor seconds per step."""
+        tracing = self._run.tracing
+        tracing.layers = tracing.collectives = None
+        # Without the counters of the machine a trace is as it was before there were any.
+        tracing._counters = None
+        if is_detailed and self._kind == "layers":
+            tracing.layers = self._meters["layers"]
+        if is_detailed and self._kind == "collectives":
+            tracing.collectives = self._meters["collectives"]
+        if is_detailed and self._kind == "evidence":
+            tracing._counters = self._meters["evidence"]
+
+        def work() -> None:
+            for _ in range(SHORT_WINDOW):
+                self._iteration += 1
+                tracing.begin_iteration(self._iteration, self._microbatches, is_traced=True)
+                self.train()
+
+        return self.timed(work, steps=SHORT_WINDOW)
 
 
 class SavingRank(_Rank):
@@ -302,4 +389,8 @@ if __name__ == "__main__":
         "copying": CopyingRank,
         "watched": WatchedRank,
     }
-    rank_main(lambda folder, kind: classes[kind](folder))
+    rank_main(
+        lambda folder, kind: (
+            classes[kind](folder) if kind in classes else DetailedRank(folder, kind)
+        )
+    )

@@ -42,3 +42,16 @@ def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     assert row.operations == ("all-reduce", "reduce-scatter")
     assert row.totals[1][0] == 1
     assert 1 in [number for number, *_ in row.kept]
+
+
+def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
+    before = dist.ProcessGroup.allreduce
+    meters = [CollectiveMeter({kind: group}, CpuClock()) for kind in ("tensor", "data")]
+    for meter in meters:
+        meter.begin(is_traced=True)
+        dist.all_reduce(torch.ones(2), group=group)
+    # The first to begin is the first to end, as the steps of an actor and of its critic do.
+    assert [row.totals[0][0] for row in meters[0].rows()] == [2]
+    dist.all_reduce(torch.ones(2), group=group)
+    assert [row.totals[0][0] for row in meters[1].rows()] == [2]
+    assert dist.ProcessGroup.allreduce is before

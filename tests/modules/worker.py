@@ -7,6 +7,7 @@ the names of those that did, and the error that ended the list, go to ``FOLDER/R
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import os
 import sys
@@ -431,6 +432,45 @@ def steps_are_traced() -> None:
         assert table.where("F").sum() == table.where("B").sum() == 4
     found = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
     assert len(found) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
+
+
+def segments_and_collectives_are_traced() -> None:
+    batches = [make_batch(8, seed) for seed in (1, 2)]
+    with make(pipeline_size=2, partition="4-5") as pipeline:
+        plain = train(pipeline, batches)
+    folder = Path(sys.argv[1]) / "detailed"
+    with make(
+        pipeline_size=2,
+        partition="4-5",
+        trace_dir=str(folder),
+        trace_detail="collectives",
+        transport=TransportConfig(transport="tcp"),
+    ) as pipeline:
+        assert train(pipeline, batches) == plain
+        partition = pipeline.partition
+    dist.barrier()
+    run = read_run(folder)
+    starts = (0, *itertools.accumulate(partition))
+    for trace in run.ranks.values():
+        header = trace.header
+        assert header.transport == "tcp"
+        assert len(header.layer_kinds) == sum(partition)
+        segments = range(starts[header.pp_rank], starts[header.pp_rank + 1])
+        for iteration in (1, 2):
+            rows = trace.layers(iteration)
+            assert [row[0] for row in rows] == list(segments)
+            assert {row[3] for row in rows} == {2}
+            table = trace.table([iteration])
+            for column, kind in ((1, "F"), (2, "B")):
+                of_segments = [row[column] for row in rows]
+                assert min(of_segments) > 0
+                assert sum(of_segments) <= table.duration_ns[table.where(kind)].sum()
+            kinds = {group.kind: group.size for group in trace.collectives(iteration)}
+            assert kinds["data"] == 2
+            assert any(kind.startswith("shared weights 0-1") for kind in kinds)
+    require_refused(
+        partial(make, trace_dir="x", trace_detail="layer"), "not one of actions, layers"
+    )
 
 
 class Plain(torch.nn.Module):

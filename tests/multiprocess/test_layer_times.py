@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cli import trace
+from megatron.adaptive.trace.kernels import kernel_figures, read_steps
 from megatron.adaptive.trace.read import RankTrace, read_run
 
 from .launch import ROOT, Ranks, tail
@@ -54,6 +56,30 @@ def fits(rank: RankTrace, iteration: int) -> None:
         assert sum(of_layers) > 0.2 * whole_ns
 
 
+def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checks that the second iteration has operators, within the actions that ran them."""
+    run = read_run(folder)
+    (step,) = read_steps(run, 0)
+    assert (step.iteration, step.device) == (2, "cpu")
+    figures = kernel_figures(run, 2)
+    spans = run.ranks[0].spans(2)
+    for kind in ("F", "B"):
+        whole_ms = sum(span.duration_ns for span in spans if span.action == kind) / 1e6
+        of_kind = [figure for figure in figures if figure.action == kind]
+        assert 0.2 * whole_ms < sum(figure.total_ms for figure in of_kind) <= whole_ms
+        assert max(figure.count for figure in of_kind) >= LAYERS * MICROBATCHES
+    page = [str(folder), "--format", "perfetto", "--output-dir", str(folder)]
+    assert trace.main(page) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^ *aten::\w+ +0 +[FB] +\d+ +\d+\.\d\d ms", text, re.MULTILINE)
+    (drawn,) = folder.glob("*.json.gz")
+    with gzip.open(drawn, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert {event["cat"] for event in events if event["name"].startswith("aten::")} == {"kernel"}
+    assert trace.main([*page, "--iteration", "1"]) == 0
+    assert "kernels were recorded in iterations 2" in capsys.readouterr().out
+
+
 def test_layers_fit_into_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = losses(tmp_path / "plain")
     assert len(plain) == 2
@@ -66,6 +92,9 @@ def test_layers_fit_into_actions(tmp_path: Path, capsys: pytest.CaptureFixture[s
             fits(rank, iteration)
     (rank,) = read_run(tmp_path / "plain" / "traces").ranks.values()
     assert rank.layers(1) == ()
+    chosen = "--trace-detail kernels --profile-step-start 2 --profile-step-end 3"
+    assert losses(tmp_path / "kernels", *chosen.split()) == plain
+    has_kernels(tmp_path / "kernels" / "traces", capsys)
 
     folder = str(tmp_path / "layers" / "traces")
     page = ["--format", "html", "--output-dir", str(tmp_path)]

@@ -102,7 +102,13 @@ TWO_RANKS: list[dict[str, Any]] = [
         "runs": {
             "whole": {"split_backward": False},
             "zb-h1": {"schedule": "zb-h1"},
-            "traced": {"split_backward": True, "weight_pieces": 1, "trace_dir": "traces"},
+            "traced": {
+                "split_backward": True,
+                "weight_pieces": 1,
+                "trace_dir": "traces",
+                "trace_detail": "collectives",
+                "transport": "tcp",
+            },
         },
     },
 ]
@@ -239,6 +245,11 @@ def test_two_ranks(tmp_path: Path) -> None:
         after = rank.table([3])
         assert [int(after.where(kind).sum()) for kind in ("evaluate", "checkpoint")] == [3, 1]
         assert step.end_ns[0] <= table.of_kind("step").end_ns[0]
+        first = 2 * rank.header.pp_rank
+        assert [row[0] for row in rank.layers(2)] == [first, first + 1]
+        assert all(row[3] == 4 and min(row[1:3]) > 0 for row in rank.layers(2))
+        assert rank.collectives(2)
+        assert rank.header.transport == "tcp"
         now = read_now(tmp_path / "traces", rank.header.rank)
         assert now is not None
         assert (now.doing, now.iteration) == (ENDED, 4)

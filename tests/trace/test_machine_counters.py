@@ -72,7 +72,7 @@ def test_files_of_the_kernel_are_read() -> None:
     assert machine_counters._pressure_ns(PRESSURE) == 27969741858 * 1000
     assert machine_counters._major_faults(OWN) == 31
     assert machine_counters._last_processor(ON_PROCESSOR) == 5
-    assert machine_counters._waited_ns(b"17 23 4\n") == 23
+    assert machine_counters._turns(b"17 23 4\n") == (23, 4)
     assert machine_counters._bytes_from_disk(IO) == 4096
     assert machine_counters._throttled_ns(V1) == machine_counters._throttled_ns(V2) == 5_000_000
 

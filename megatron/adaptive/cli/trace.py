@@ -32,6 +32,7 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, coun
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.collectives import CollectiveFigures, collective_figures
+from megatron.adaptive.trace.kernels import kernel_figures, read_steps
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, LayerFigures, layer_figures
@@ -60,6 +61,9 @@ _COLLECTIVE_COLUMNS = (
     "waited for",
 )
 _LAYER_COLUMNS = ("layer", "pipeline rank", "forward", "backward", "of a step", "slowest rank")
+_MOST_KERNELS = 100
+_KERNELS_SHOWN = 15
+_KERNEL_WIDTH = 60
 MOST_LAYERS = 4
 """Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
 
@@ -449,6 +453,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
         **_experts(run, step.iteration),
         **_layers(run, step.iteration),
         **_collectives(run, step.iteration),
+        **_kernels(run, step.iteration),
         "missing": step.missing,
         "lengths": step.lengths,
         "run": run.run,
@@ -487,6 +492,34 @@ def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
     """Returns the times of each kind of collective, empty if the trace has none."""
     figures = collective_figures(run, iteration)
     return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
+
+
+def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
+    """Returns the times of the longest kinds of kernels, empty if none were recorded."""
+    figures = kernel_figures(run, iteration)[:_MOST_KERNELS]
+    return {"kernels": [asdict(of_name) for of_name in figures]} if figures else {}
+
+
+def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
+    """Returns a table of the longest kernels as lines of text, empty without any."""
+    figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
+    if not figures:
+        recorded = sorted({step.iteration for rank in run.ranks for step in read_steps(run, rank)})
+        where = describe_numbers(recorded)
+        return [f"kernels were recorded in iterations {where}: see --iteration"] if recorded else []
+    rows = [("kernel", "rank", "in", "number", "time", "of a step")]
+    rows += [
+        (
+            figure.name[:_KERNEL_WIDTH],
+            str(figure.rank),
+            figure.action,
+            str(figure.count),
+            f"{figure.total_ms:.2f} ms",
+            f"{figure.total_ms / max(step_ms, 1e-9):.1%}",
+        )
+        for figure in figures
+    ]
+    return ["", *aligned(rows, 1)]
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
@@ -592,6 +625,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
         lines += _expert_lines(report["experts"], report["step_ms"])
     lines += _layer_lines(layer_figures(run, step.iteration), report["step_ms"])
     lines += _collective_lines(collective_figures(run, step.iteration), report["step_ms"])
+    lines += _kernel_lines(run, step.iteration, report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
 

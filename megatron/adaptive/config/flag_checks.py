@@ -48,6 +48,7 @@ min_loss_scale within initial_loss_scale
 start_weight_decay within end_weight_decay | the weight decay can only grow
 global_batch_size within train_samples
 profile_step_start within profile_step_end
+trace_detail=kernels excludes profile profile_execution | both record with torch's profiler
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
     | every rank takes an equal share
 expert_model_parallel_size divides num_moe_experts | every rank takes the same number of experts

@@ -37,6 +37,9 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
     return schedule_spec(schedule).default_placement if num_chunks == 2 else "loop"
 
 
+TRACE_DETAILS = ("actions", "layers", "collectives", "kernels")
+"""Details of a trace; each one includes those before it."""
+
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
@@ -343,9 +346,10 @@ class ScheduleConfig:
     trace_detail: str = flag(
         "With --trace-dir: measure only actions in traced iterations, or also the forward and "
         "backward of each transformer layer (layers), or these and the collectives of each "
-        "process group of the model (collectives).",
+        "process group of the model (collectives), or these and, on --profile-ranks from "
+        "--profile-step-start to --profile-step-end, operators and kernels (kernels).",
         "actions",
-        choices=("actions", "layers", "collectives"),
+        choices=TRACE_DETAILS,
     )
     diagnose_interval: Natural = flag(
         "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
@@ -364,6 +368,11 @@ class ScheduleConfig:
         """Whether each rank chooses the order of its actions at run time."""
         return schedule_spec(self.pipeline_schedule).is_rule
 
+    @property
+    def trace_details(self) -> tuple[str, ...]:
+        """Kinds of details that are measured; each choice also measures those before it."""
+        return trace_details(self.trace_detail)
+
     def traces(self, iterations_done: int) -> bool:
         """Returns whether the next iteration of training is recorded in the trace.
 
@@ -375,3 +384,21 @@ class ScheduleConfig:
             return False
         traced = iterations_done // self.trace_interval
         return self.trace_iterations is None or traced < self.trace_iterations
+
+
+def trace_details(chosen: str) -> tuple[str, ...]:
+    """Returns the kinds of details of a trace that a choice of ``--trace-detail`` measures."""
+    return TRACE_DETAILS[: TRACE_DETAILS.index(chosen) + 1]
+
+
+def check_no_kernels(trace_detail: str) -> None:
+    """Checks that a trace needs no kernels, which only the trainer records.
+
+    Raises:
+        ConfigError: The detail is ``kernels``.
+    """
+    if trace_detail == "kernels":
+        raise ConfigError(
+            "trace_detail='kernels' was given, and only the trainer records kernels: give "
+            "'collectives', or record the loop with record_trace(folder, model)"
+        )

@@ -9,8 +9,9 @@ transfers (see ``trace.collectives``)::
     rank 1                          arrives ┴─ transfer ─┘ end
 
 Every call of a collective in torch ends at a method of ``ProcessGroup``. These methods are replaced
-during traced steps only. Collectives on tensors in host memory are timed by the host's clock, those
-on tensors of a device by its events.
+during traced steps only. Steps of several models in one process may overlap: their meters share a
+replacement, which the last of them takes away. Collectives on tensors in host memory are timed by
+the host's clock, those on tensors of a device by its events.
 
 A rank counts all collectives of a step, and keeps the times of at most :data:`MOST_KEPT` per group.
 Which ones depends on their number alone, so all members keep the same.
@@ -18,16 +19,17 @@ Which ones depends on their number alone, so all members keep the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron.adaptive.accelerator import CpuClock
+from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.trace.trace_format import GroupCollectives
 
 MOST_KEPT = 24
@@ -102,8 +104,8 @@ class CollectiveMeter:
         for group in self._groups.values():
             group.calls = []
         if is_traced:
-            for method, operation in _OPERATIONS.items():
-                self._replace(method, operation)
+            for method in _OPERATIONS:
+                self._watching.callback(_Replacement.of(method).join(self))
 
     def close(self) -> None:
         """Ends the measurement. Idempotent."""
@@ -117,29 +119,74 @@ class CollectiveMeter:
         self.close()
         return [_summary(group) for group in self._groups.values() if group.calls]
 
-    def _replace(self, method: str, operation: str) -> None:
-        """Replaces a method of all process groups until :meth:`close`."""
+    def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
+        """Notes the begin of a collective, ``None`` if its group is not measured.
+
+        Args:
+            operation: Name of the collective.
+            group: Process group that runs it.
+            arguments: Arguments of the group's method.
+        """
+        own_group = self._groups.get(group.group_name)
+        if own_group is None:
+            return None
+        tensors = list(_tensors(arguments[:2]))
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        clock = self._clock if on_device else self._host_clock
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        call = _Call(operation, size_bytes, clock, clock.mark())
+        own_group.calls.append(call)
+        return call
+
+
+class _Replacement:
+    """Replaces a method of all process groups while any meter measures.
+
+    Args:
+        method: Name of the method, which this release of torch may lack.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
         # An attribute of the class would be a plain function, which cannot be put back as a method.
-        attribute = vars(dist.ProcessGroup).get(method)
-        if attribute is None:
-            return  # this release of torch has no such method
-        original = getattr(dist.ProcessGroup, method)
+        self._attribute = vars(dist.ProcessGroup).get(method)
+        self._meters: list[CollectiveMeter] = []
+
+    @classmethod
+    def of(cls, method: str) -> _Replacement:
+        """Returns the present replacement of a method, else a new one."""
+        present = getattr(vars(dist.ProcessGroup).get(method), "replacement", None)
+        return present if isinstance(present, cls) else cls(method)
+
+    def join(self, meter: CollectiveMeter) -> Callable[[], None]:
+        """Adds a meter, and returns a function that removes it."""
+        if self._attribute is None:
+            return lambda: None
+        if not self._meters:
+            setattr(dist.ProcessGroup, self._method, self._measured())
+        self._meters.append(meter)
+        return partial(self._leave, meter)
+
+    def _leave(self, meter: CollectiveMeter) -> None:
+        self._meters.remove(meter)
+        if not self._meters:
+            setattr(dist.ProcessGroup, self._method, self._attribute)
+
+    def _measured(self) -> Callable[..., Any]:
+        """Returns the method, made to note its calls in each meter that knows the group."""
+        original = getattr(dist.ProcessGroup, self._method)
+        operation = _OPERATIONS[self._method]
 
         def measured(group: Any, *arguments: Any, **options: Any) -> Any:
-            own_group = self._groups.get(group.group_name)
-            if own_group is None:
-                return original(group, *arguments, **options)
-            tensors = list(_tensors(arguments[:2]))
-            on_device = any(tensor.is_cuda for tensor in tensors)
-            clock = self._clock if on_device else self._host_clock
-            size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            call = _Call(operation, size_bytes, clock, clock.mark())
-            own_group.calls.append(call)
+            calls = [meter.call(operation, group, arguments) for meter in self._meters]
             work = original(group, *arguments, **options)
-            return work if work is None else _timed(work, call)
+            for call in calls:
+                if call is not None and work is not None:
+                    work = _timed(work, call)
+            return work
 
-        setattr(dist.ProcessGroup, method, measured)
-        self._watching.callback(setattr, dist.ProcessGroup, method, attribute)
+        vars(measured)["replacement"] = self
+        return measured
 
 
 class _TimedWork:
@@ -179,24 +226,17 @@ def _timed(work: Any, call: _Call) -> Any:
     return work
 
 
-def model_parallel_groups() -> dict[str, Any]:
-    """Returns this rank's groups of megatron-core with more than one member, by kind."""
-    groups = {
-        "tensor": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
-        "context": parallel_state.get_context_parallel_group(check_initialized=False),
-        "data": parallel_state.get_data_parallel_group(),
-        "data and context": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "expert": parallel_state.get_expert_model_parallel_group(check_initialized=False),
-        "expert data": parallel_state.get_expert_data_parallel_group(check_initialized=False),
-        "model": parallel_state.get_model_parallel_group(check_initialized=False),
-        "optimizer": parallel_state.get_intra_distributed_optimizer_instance_group(
-            check_initialized=False
-        ),
-    }
+def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, Any]:
+    """Returns this rank's groups of a model with more than one member, by kind.
+
+    Args:
+        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+    """
+    groups = (model_groups or ModelGroups()).by_kind()
     return {
         kind: group
         for kind, group in groups.items()
-        if group is not None and len(dist.get_process_group_ranks(group)) > 1
+        if isinstance(group, dist.ProcessGroup) and len(dist.get_process_group_ranks(group)) > 1
     }
 
 

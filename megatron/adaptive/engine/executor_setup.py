@@ -216,6 +216,7 @@ def open_trace(
     model_groups: ModelGroups | None = None,
     num_slices: int = 1,
     transport: str = "",
+    layer_kinds: Sequence[int] = (),
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -236,6 +237,8 @@ def open_trace(
         model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
         num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
         transport: Name of the transport of all messages; empty if it differs between pairs.
+        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
+            all do.
 
     Raises:
         TraceError: The file cannot be written.
@@ -269,6 +272,7 @@ def open_trace(
         uncounted=counters.missing,
         device=accelerator.device.type,
         transport=transport,
+        layer_kinds=tuple(layer_kinds),
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(

@@ -15,6 +15,17 @@ from megatron.adaptive.errors import ConfigError
 
 _NEEDED = ("pp", "tp", "cp", "dp", "dp_cp")
 _EXPERTS = ("ep", "expt_tp", "tp_ep")
+_BY_KIND = {
+    "tensor": "tp",
+    "context": "cp",
+    "data": "dp",
+    "data and context": "dp_cp",
+    "expert": "ep",
+    "expert data": "expt_dp",
+    "model": "mp",
+    "optimizer": "intra_dist_opt",
+}
+"""Name in a collection of the group of each kind."""
 
 
 class ModelGroups:
@@ -150,6 +161,23 @@ class ModelGroups:
         if self._collection is None:
             return [parallel_state.get_tensor_and_data_parallel_group(True)]
         return [self.tp, self.dp_cp]
+
+    def by_kind(self) -> dict[str, Any]:
+        """Returns all groups of the model by kind, ``None`` for one that does not exist."""
+        if self._collection is not None:
+            return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
+        return {
+            "tensor": parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+            "context": parallel_state.get_context_parallel_group(check_initialized=False),
+            "data": parallel_state.get_data_parallel_group(),
+            "data and context": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "expert": parallel_state.get_expert_model_parallel_group(check_initialized=False),
+            "expert data": parallel_state.get_expert_data_parallel_group(check_initialized=False),
+            "model": parallel_state.get_model_parallel_group(check_initialized=False),
+            "optimizer": parallel_state.get_intra_distributed_optimizer_instance_group(
+                check_initialized=False
+            ),
+        }
 
     def connect_same_ranks(self, other: ModelGroups) -> bool:
         """Returns whether pipeline, tensor and context groups of two models have the same ranks."""

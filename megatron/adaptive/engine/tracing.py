@@ -43,7 +43,8 @@ from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
-    from megatron.adaptive.engine.layer_meter import LayerMeter
+    from megatron.adaptive.engine.kernel_recorder import KernelRecorder
+    from megatron.adaptive.engine.layer_times import LayerSums
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -91,6 +92,7 @@ class Tracing:
             uses it.
         layers: Meter of the times of this rank's layers; ``None`` if they are not measured.
         collectives: Meter of this rank's collectives; ``None`` if they are not measured.
+        kernels: Recorder of this rank's kernels; ``None`` if they are not recorded.
     """
 
     def __init__(
@@ -104,8 +106,9 @@ class Tracing:
         self._clock: Any = clock or CpuClock()
         self._sync = sync
         self.experts: ExpertLoad | None = None
-        self.layers: LayerMeter | None = None
+        self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
+        self.kernels: KernelRecorder | None = None
         self._traced: _Iteration | None = None  # the current iteration if it is traced.
         self._iteration = _Iteration()  # the current or last iteration, traced or not.
         self._doing = ""
@@ -154,6 +157,8 @@ class Tracing:
             self.layers.begin(is_traced=is_traced)
         if self.collectives is not None:
             self.collectives.begin(is_traced=is_traced)
+        if self.kernels is not None:
+            self.kernels.begin(iteration, is_traced=is_traced)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
@@ -181,6 +186,8 @@ class Tracing:
                 self.recorder.add_collectives(self.collectives.rows())
             if self._counters is not None:
                 self.recorder.add_machine(self._counters.end())
+        if self.kernels is not None:
+            self.kernels.end()
         self.recorder.end_iteration()
 
     @contextlib.contextmanager
@@ -255,6 +262,8 @@ class Tracing:
         self._resolve()
         if self.collectives is not None:
             self.collectives.close()
+        if self.kernels is not None:
+            self.kernels.close()
         if self._counters is not None:
             self._counters.close()
         if self._sync is not None:

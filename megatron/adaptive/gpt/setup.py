@@ -35,6 +35,7 @@ from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_par
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.expert_load import measured_experts
+from megatron.adaptive.engine.kernel_recorder import KernelRecorder
 from megatron.adaptive.engine.layer_meter import LayerMeter
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.schedule_record import Recording, RecordShape, Replay, ScheduleRecord
@@ -287,12 +288,29 @@ def _start_trace(
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
-    if schedule.trace_dir is not None and schedule.trace_detail in ("layers", "collectives"):
+        _add_details(tracing, schedule.trace_dir, job, chunks)
+    return tracing
+
+
+def _add_details(
+    tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
+) -> None:
+    """Makes a trace measure what ``--trace-detail`` names."""
+    details = job.config.schedule.trace_details
+    if "layers" in details:
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
-    if schedule.trace_dir is not None and schedule.trace_detail == "collectives":
+    if "collectives" in details:
         groups = model_parallel_groups()
         tracing.collectives = CollectiveMeter(groups, job.accelerator.clock())
-    return tracing
+    run = job.config.run
+    if "kernels" in details and job.rank in run.profile_ranks:
+        tracing.kernels = KernelRecorder(
+            folder,
+            job.rank,
+            range(run.profile_step_start, run.profile_step_end),
+            on_gpu=job.accelerator.is_cuda,
+            say=partial(print, flush=True),
+        )
 
 
 def _wire(

@@ -20,6 +20,7 @@ from megatron.adaptive.modules.cutting import (
     check_weights,
     given_partition,
     keep_only,
+    segment_kinds,
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
@@ -80,6 +81,8 @@ class PipelineSettings(SampledModel):
         seed: Seed of the random numbers that the model draws, as in dropout.
         transport: Settings of the connections between processes; ``None`` takes the defaults.
         trace_dir: Folder to which traces are written; ``None`` writes none.
+        trace_detail: Details of a trace: ``actions``, also the forward and backward of each segment
+            (``layers``), or these and each collective (``collectives``).
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Time in seconds without progress after which the process that the others wait
             for is reported. 0 means never, ``None`` means 10 times the median step time, but at
@@ -106,6 +109,7 @@ class PipelineSettings(SampledModel):
     seed: int = 1234
     transport: TransportConfig | None = None
     trace_dir: str | None = None
+    trace_detail: str = "actions"
     timeout_s: float = 600.0
     hang_after_s: float | None = None
     on_hang: str = "report"
@@ -162,6 +166,7 @@ class PipelineOptions(TypedDict, total=False):
     seed: int
     transport: TransportConfig | None
     trace_dir: str | None
+    trace_detail: Literal["actions", "layers", "collectives"]
     timeout_s: float
     hang_after_s: float | None
     on_hang: Literal["report", "end"]
@@ -181,6 +186,8 @@ class Assembly:
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
         sample_work: Counted work of each segment for each signature of the sample batch.
+        segment_kinds: Number of each segment's kind, equal for those that make the same calls on
+            the first microbatch of the sample; empty if segments are not measured.
     """
 
     cut_points: tuple[str, ...]
@@ -192,6 +199,7 @@ class Assembly:
     largest_message: int
     update: Update
     sample_work: Mapping[Signature, Sequence[float]]
+    segment_kinds: tuple[int, ...]
 
 
 def assemble(
@@ -331,7 +339,15 @@ def _keep_part(
         sample_work={
             example.signature: cut.work for example, cut in zip(examples, cut_examples, strict=True)
         },
+        segment_kinds=_kinds_of(request, examples),
     )
+
+
+def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
+    """Returns the kinds of all segments, empty if segments are not measured."""
+    if request.trace_dir is None or request.trace_detail == "actions":
+        return ()
+    return segment_kinds(examples[0].forwards.training)
 
 
 def _hold(

@@ -149,6 +149,7 @@ class StagePlan:
         copied: Tensors that the stage changes in place but does not own, so it must copy them
             first.
         result: Index of the loss on the tape in the last stage, ``None`` in other stages.
+        segments: Indices of the stage's segments in the model.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -159,6 +160,7 @@ class StagePlan:
     buffers: list[str] = field(default_factory=list)
     copied: set[int] = field(default_factory=set)
     result: int | None = None
+    segments: range = range(0)
 
 
 def uses_of(tape: Tape) -> dict[str, set[int]]:
@@ -214,6 +216,15 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
     return repr((lines, plan.result is None))
 
 
+def segment_kinds(tape: Tape) -> tuple[int, ...]:
+    """Returns a number for each segment, equal for those that make the same calls."""
+    numbers: dict[str, int] = {}
+    return tuple(
+        numbers.setdefault(signature_of(tape, plan), len(numbers))
+        for plan in slice_tape(tape, (1,) * tape.num_segments)
+    )
+
+
 def _needed(tape: Tape) -> list[int]:
     """Returns the indices of calls that change tensors in place or that the loss depends on."""
     needed = {tape.loss}
@@ -235,7 +246,10 @@ class _Slicer:
         self._tape = tape
         ends = list(accumulate(partition))
         self._stage_of = [bisect_right(ends, segment) for segment in range(tape.num_segments)]
-        self._plans = [StagePlan() for _ in partition]
+        self._plans = [
+            StagePlan(segments=range(end - size, end))
+            for size, end in zip(partition, ends, strict=True)
+        ]
         self._calls = _needed(tape)
         self._changed = {
             tape.values[old].storage

@@ -19,7 +19,8 @@ _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
-    from megatron.adaptive.config.schedule import ScheduleConfig
+    from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels, trace_details
+    from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.executor import RankTimes
     from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
     from megatron.adaptive.engine.hang_guard import HangGuard
@@ -46,6 +47,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
+    from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -144,6 +146,8 @@ class Pipeline:
         seed: Seed of the random numbers that the model draws, as in dropout.
         transport: Settings of the connections between processes; ``None`` takes the defaults.
         trace_dir: Folder to which traces are written; ``None`` writes none.
+        trace_detail: Details of a trace: ``actions``, also the forward and backward of each segment
+            (``layers``), or these and each collective (``collectives``).
         timeout_s: Maximum time in seconds to wait for another process.
         hang_after_s: Time in seconds without progress after which the process that the others wait
             for is reported. 0 means never, ``None`` means 10 times the median step time, but at
@@ -207,6 +211,7 @@ class Pipeline:
         seed: int = 1234,
         transport: TransportConfig | None = None,
         trace_dir: str | None = None,
+        trace_detail: Literal["actions", "layers", "collectives"] = "actions",
         timeout_s: float = 600.0,
         hang_after_s: float | None = None,
         on_hang: Literal["report", "end"] = "report",
@@ -290,9 +295,10 @@ class Pipeline:
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""
         check_values(
-            {name: getattr(request, name) for name in ("hang_after_s", "on_hang")},
+            {name: getattr(request, name) for name in ("hang_after_s", "on_hang", "trace_detail")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
+        check_no_kernels(request.trace_detail)
         require_whole(1, max_recordings=request.max_recordings)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
@@ -348,6 +354,7 @@ class Pipeline:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
         costs = iter(self.weights)
+        transport = request.transport or TransportConfig()
         self._tracing = open_trace(
             trace_dir,
             self._mesh,
@@ -356,7 +363,19 @@ class Pipeline:
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
             work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
+            transport=transport.forced or "",
+            layer_kinds=self._assembly.segment_kinds,
         )
+        self._meter: SegmentMeter | None = None
+        clock = self._mesh.accelerator.clock()
+        details = () if trace_dir is None else trace_details(request.trace_detail)
+        if "layers" in details:
+            placement = self._orders.placement
+            segments = segments_of(self.partition, placement, self._mesh.pp_rank)
+            self._meter = SegmentMeter(segments, clock)
+            self._tracing.layers = self._meter
+        if "collectives" in details:
+            self._tracing.collectives = CollectiveMeter(self._update.process_groups(), clock)
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
         """Makes the executor and its channels, with message buffers for the largest message."""
@@ -564,6 +583,7 @@ class Pipeline:
             scale=1.0 if scale is None else scale,
             loss_weights=work.weights,
             forward_only=forward_only,
+            meter=self._meter if self._tracing.is_traced and not forward_only else None,
         )
         before = self._random.generator.get_state()
         try:

@@ -20,8 +20,8 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import compress, groupby
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,7 @@ from megatron.adaptive.engine.weight_gradient import (
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recompute import RecomputedCalls, changed_buffers
+from megatron.adaptive.modules.segment_meter import SegmentMeter
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
 
@@ -180,11 +181,13 @@ class _Part:
 
     Attributes:
         steps: Calls in the order in which they run.
+        segment: Index of the segment to which the calls belong.
         recomputed: Tensors that the calls read and make if the backward pass runs them again, else
             ``None``.
     """
 
     steps: Sequence[_Step]
+    segment: int
     recomputed: RecomputedCalls | None = None
 
 
@@ -231,7 +234,10 @@ class StageProgram:
         self.next_backward = MessageLayout.of(compress(sent, self.gradients_out))
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
-        self._parts = self._divide(self._prepare(), recomputed)
+        parts = self._divide(self._prepare(), recomputed)
+        self._parts_of_segments = [
+            (segment, tuple(group)) for segment, group in groupby(parts, lambda part: part.segment)
+        ]
 
     def _prepare(self) -> list[_Step]:
         """Returns the calls of the stage, each with the tensors to free after the call."""
@@ -269,18 +275,50 @@ class StageProgram:
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Returns the calls of the stage in parts, each recomputed as a whole or not at all."""
-        if not recomputed:
-            return [_Part(steps=steps)]
+        """Returns the calls of the stage in parts, each recomputed as a whole or not at all.
+
+        A part that is not recomputed has calls of one segment.
+        """
         range_of = {number: calls.start for calls in recomputed for number in calls}
+
+        def place(step: _Step) -> tuple[int, int]:
+            start = range_of.get(step.number, -1)
+            return start, self._segment_of(step.number if start < 0 else start)
+
         parts = []
-        for start, group in groupby(steps, lambda step: range_of.get(step.number, -1)):
+        for (start, segment), group in groupby(steps, place):
             members = tuple(group)
-            part = _Part(steps=members)
+            part = _Part(steps=members, segment=segment)
             if start >= 0 and self._has_gradient(members):
-                part = _Part(steps=members, recomputed=self._recomputed(members))
+                part = replace(part, recomputed=self._recomputed(members))
             parts.append(part)
         return parts
+
+    def _segment_of(self, number: int) -> int:
+        """Returns the segment of a call; the stage's first one for a call that it repeats."""
+        return max(self._tape.calls[number].segment, self.plan.segments.start)
+
+    @cached_property
+    def _results(self) -> dict[int, tuple[int, ...]]:
+        """Lists the results with gradients of each segment that are used after it."""
+        tape = self._tape
+        made_in: dict[int, int] = {}
+        used_later = dict.fromkeys(self.plan.sent)
+        if self.plan.result is not None:
+            used_later[self.plan.result] = None
+        for number in self.plan.calls:
+            call = tape.calls[number]
+            segment = self._segment_of(number)
+            for value in (*call.reads, *(old for old, _ in call.changes)):
+                if made_in.get(value, segment) != segment:
+                    used_later[value] = None
+            for value in (*(made for made, _ in call.outputs), *(new for _, new in call.changes)):
+                made_in[value] = segment
+        results: dict[int, list[int]] = {}
+        for value in used_later:
+            if value in made_in and tape.values[value].requires_grad:
+                results.setdefault(made_in[value], []).append(value)
+        return {segment: tuple(values) for segment, values in results.items()}
 
     def _has_gradient(self, steps: Sequence[_Step]) -> bool:
         """Returns whether any of these calls makes a tensor that requires a gradient."""
@@ -320,6 +358,7 @@ class StageProgram:
         *,
         random: Callable[[int], None],
         store: WeightGradientStore | None = None,
+        meter: SegmentMeter | None = None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Runs the forward pass of the stage.
 
@@ -331,6 +370,7 @@ class StageProgram:
                 that is about to draw random numbers.
             store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
                 split.
+            meter: Meter of the segments' times, ``None`` if this pass is not measured.
 
         Returns:
             Tensors to send, in the order of the plan, and the loss (``None`` except in the last
@@ -344,11 +384,18 @@ class StageProgram:
             env[number] = env[number].clone()
         ambient = self._tape.autocast
         with _NOTHING if ambient is None else torch.autocast(self._device.type, dtype=ambient):
-            for part in self._parts:
-                if part.recomputed is None or not torch.is_grad_enabled():
-                    self._run(part.steps, random, store, env)
-                else:
-                    part.recomputed.run(env, partial(self._run, part.steps, random, store))
+            for segment, parts in self._parts_of_segments:
+                if meter is not None:
+                    meter.enters(segment)
+                for part in parts:
+                    if part.recomputed is None or not torch.is_grad_enabled():
+                        self._run(part.steps, random, store, env)
+                    else:
+                        part.recomputed.run(env, partial(self._run, part.steps, random, store))
+                if meter is not None:
+                    meter.watch(segment, (env[value] for value in self._results.get(segment, ())))
+            if meter is not None:
+                meter.enters(None)
         sent = [env[number] for number in self.plan.sent]
         return sent, None if self.plan.result is None else env[self.plan.result]
 
@@ -434,6 +481,7 @@ class ProgramStages(SplitStages):
         loss_weights: Weight of each microbatch's loss, ``None`` for the mean. A microbatch of
             weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
+        meter: Meter of the segments' times, ``None`` if this step is not measured.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
     """
@@ -448,6 +496,7 @@ class ProgramStages(SplitStages):
     scale: float = 1.0
     loss_weights: Sequence[float] | None = None
     forward_only: bool = False
+    meter: SegmentMeter | None = None
 
     def __post_init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -489,6 +538,7 @@ class ProgramStages(SplitStages):
             values,
             random=lambda call: self.random.apply(microbatch, call),
             store=None if self._stores is None else self._stores[chunk],
+            meter=self.meter,
         )
 
     def release(self, chunk: int, microbatch: int) -> None:
@@ -514,6 +564,8 @@ class ProgramStages(SplitStages):
                 # If a received tensor is also sent on, it is a leaf of the autograd graph, and the
                 # gradients of both uses add up in it.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
+            if self.meter is not None:
+                self.meter.ends_backward()
         gradients = [leaf.grad for leaf in compress(pending.leaves, program.gradients_in)]
         return program.backward_layout.pack(gradients, self.device)
 

@@ -183,6 +183,14 @@ class Update:
                     "stages send to one another: change it before, and make a new Pipeline"
                 )
 
+    def process_groups(self) -> dict[str, Any]:
+        """Returns the groups over which gradients are summed that have several members, by kind."""
+        groups = {
+            f"shared weights {'-'.join(map(str, positions))}": group
+            for positions, group in self._groups.items()
+        }
+        return groups | ({"data": self._mesh.dp_group} if self._mesh.dp_size > 1 else {})
+
     def reduce(self, *, spares_unused: bool = False) -> None:
         """Sums gradients of shared weights; averages all gradients over replicas. Collective.
 

@@ -41,6 +41,7 @@ def install(
     keyed_dropout: bool = False,
     first_weights: Literal["by-rank", "by-layer"] = "by-rank",
     trace_dir: str | os.PathLike[str] | None = None,
+    trace_detail: str = "actions",
     diagnose_interval: int = 100,
     transport: str = "auto",
     transport_silence_s: float = 60.0,
@@ -87,6 +88,8 @@ def install(
             weights in a loop, in a V and for every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
+        trace_detail: Details of a trace: ``actions``, also the forward and backward of each
+            transformer layer (``layers``), or these and each collective (``collectives``).
         diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
             Needs ``trace_dir``. Each cause is reported once.
         transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
@@ -119,6 +122,7 @@ def install(
         keyed_dropout=keyed_dropout,
         first_weights=first_weights,
         trace_dir=None if trace_dir is None else os.fspath(trace_dir),
+        trace_detail=trace_detail,
         diagnose_interval=diagnose_interval,
         transport=transport,
         transport_silence_s=transport_silence_s,

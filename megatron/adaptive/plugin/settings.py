@@ -17,7 +17,7 @@ from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
@@ -82,6 +82,8 @@ class Settings:
             weights in a loop, in a V and for every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
+        trace_detail: Details of a trace: ``actions``, also the forward and backward of each
+            transformer layer (``layers``), or these and each collective (``collectives``).
         diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
             Needs ``trace_dir``. Each cause is reported once.
         transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
@@ -108,6 +110,7 @@ class Settings:
     keyed_dropout: bool = False
     first_weights: str = "by-rank"
     trace_dir: str | None = None
+    trace_detail: str = ScheduleConfig.trace_detail
     diagnose_interval: int = ScheduleConfig.diagnose_interval
     transport: str = AUTO
     transport_silence_s: float = TransportConfig.transport_silence_s
@@ -120,6 +123,7 @@ class Settings:
             if (path := getattr(self, name)) is not None:
                 assign(self, name, os.fspath(path))
         check_values(vars(self), _flags())
+        check_no_kernels(self.trace_detail)
         self.require()
 
     def require(self, **model: Any) -> None:
@@ -138,6 +142,13 @@ class Settings:
     def kind(self) -> PlacementKind:
         """Returns the kind of placement of the stages, ``loop`` or ``v``."""
         return self.placement or ("v" if schedule_spec(self.schedule).is_v_only else "loop")
+
+    @property
+    def channels(self) -> TransportConfig:
+        """Returns the settings of the channels between ranks."""
+        return TransportConfig(
+            transport=self.transport, transport_silence_s=self.transport_silence_s
+        )
 
     @property
     def is_rule(self) -> bool:

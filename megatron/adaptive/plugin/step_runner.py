@@ -23,7 +23,8 @@ from megatron.core.utils import get_model_config
 from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.input_files import printable
-from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.schedule import trace_details
+from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_parallel_groups
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.executor_setup import (
@@ -35,6 +36,7 @@ from megatron.adaptive.engine.executor_setup import (
 )
 from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.hang_guard import HangGuard
+from megatron.adaptive.engine.layer_meter import LayerMeter
 from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job, environment_of_rank, gather
@@ -354,7 +356,15 @@ class Engine:
             work=work,
             pp_rank=orders.pp_rank,
             model_groups=self._groups,
+            # megatron-core's own schedule sends its messages itself.
+            transport="" if self._traced is not None else self._settings.channels.forced or "",
         )
+        details = trace_details(self._settings.trace_detail)
+        if "layers" in details:
+            tracing.layers = LayerMeter(self._chunks, self._accelerator.clock())
+        if "collectives" in details:
+            groups = model_parallel_groups(self._groups)
+            tracing.collectives = CollectiveMeter(groups, self._accelerator.clock())
         tracing.experts = measured_experts(self._chunks, self._accelerator, self._groups)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(
@@ -452,10 +462,7 @@ class Engine:
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
             tracing=None if self._trace is None else self._trace.tracing,
-            transport=TransportConfig(
-                transport=self._settings.transport,
-                transport_silence_s=self._settings.transport_silence_s,
-            ),
+            transport=self._settings.channels,
             in_flight=self._orders.inputs_in_flight(arguments["num_microbatches"]),
             pp_ranks=self._pp_ranks,
             model=config,

@@ -2,7 +2,8 @@
 
 The kernel counts these for every process and for the whole machine::
 
-    /proc/self/task/*/schedstat      time that a thread was ready and had no processor
+    /proc/self/task/*/schedstat      time that a thread was ready and had no processor, and
+                                     how often it then got one
     cpu.stat of the control groups   time that a quota on processor time stopped the process
     /proc/stat                       time that all programs used, and that the host of a virtual
                                      machine took ("steal")
@@ -23,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 from megatron.adaptive.config import control_groups
 from megatron.adaptive.trace.gpu_counters import GPU_COUNTERS, GpuCounters
@@ -49,6 +50,12 @@ PROCESSOR_WAIT = "processor_wait_ns"
 """Name of the time in ns that a thread of this process was ready and had no processor.
 
 It is the time of the thread that waited longest.
+"""
+
+TURN_WAIT = "turn_wait_ns"
+"""Name of the mean time in ns that the same thread waited before each turn on a processor.
+
+It is how late a message may be seen because its receiver had no processor.
 """
 
 THROTTLED = "throttled_ns"
@@ -111,6 +118,7 @@ COUNTERS = (
     LINK_RETRIES,
     LINK_PAUSES,
     LINK_SPEED,
+    TURN_WAIT,
     *GPU_COUNTERS,
 )
 """Names of all counters."""
@@ -150,14 +158,24 @@ _LAST_PROCESSOR_FIELD = 36
 _NS_PER_US = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+_Value = TypeVar("_Value")
+
+
+class _Turns(NamedTuple):
+    """Holds the time in ns that a thread waited for a processor, and how often it then got one."""
+
+    waited_ns: int
+    number: int
+
+
+@dataclass(frozen=True)
+class _Source(Generic[_Value]):
     """Reads a counter from a file of the kernel that stays open."""
 
     file: BinaryIO
-    parse: Callable[[bytes], int]
+    parse: Callable[[bytes], _Value]
 
-    def value(self) -> int | None:
+    def value(self) -> _Value | None:
         """Returns the counter; ``None`` if the kernel does not give it."""
         try:
             self.file.seek(0)
@@ -183,9 +201,11 @@ class MachineCounters:
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
         self._sources = list(_sources())
-        self._threads: dict[str, _Source] = {}
-        self._readers: dict[str, _Source] = {}
-        self._clocks: dict[str, _Source] = {}
+        self._threads: dict[str, _Source[_Turns]] = {}
+        self._readers: dict[str, _Source[int]] = {}
+        self._clocks: dict[str, _Source[int]] = {}
+        self._turns: dict[str, _Turns] = {}
+        self._turns_begun: dict[str, _Turns] = {}
         self._processor = -1
         self._tcp = TcpCounters()
         self._tcp_begun: dict[int, tuple[int, int]] = {}
@@ -204,6 +224,7 @@ class MachineCounters:
     def begin(self) -> None:
         """Starts to count."""
         self._begun = self._read()
+        self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
@@ -214,6 +235,7 @@ class MachineCounters:
             # Sources of a counter are nested groups, threads or processes: the largest matters.
             counted = value - self._begun.get((name, source), value)
             counts[name] = max(counts[name], counted)
+        counts[PROCESSOR_WAIT], counts[TURN_WAIT] = self._waits()
         counts[PROCESSORS] = len(os.sched_getaffinity(0))
         counts |= self._read_clocks()
         counts |= self._gpu.end()
@@ -223,10 +245,11 @@ class MachineCounters:
 
     def close(self) -> None:
         """Closes the files of the kernel. Idempotent."""
-        for source in (*(source for _, source in self._sources), *self._threads.values()):
-            source.file.close()
-        for source in (*self._readers.values(), *self._clocks.values()):
-            source.file.close()
+        files = [source.file for source in self._threads.values()]
+        files += [source.file for _, source in self._sources]
+        files += [source.file for source in (*self._readers.values(), *self._clocks.values())]
+        for file in files:
+            file.close()
         self._sources, self._threads, self._readers, self._clocks = [], {}, {}, {}
         self._processor = -1
 
@@ -244,11 +267,27 @@ class MachineCounters:
         }
         for number, (name, source) in enumerate(self._sources):
             values[name, str(number)] = source.value()
-        for thread, source in self._threads.items():
-            values[PROCESSOR_WAIT, thread] = source.value()
+        self._turns = {
+            thread: turns
+            for thread, waits in self._threads.items()
+            if (turns := waits.value()) is not None
+        }
         for process, source in self._readers.items():
             values[DISK_READ, process] = source.value()
         return {key: value for key, value in values.items() if value is not None}
+
+    def _waits(self) -> tuple[int, int]:
+        """Returns what the thread that waited longest waited since :meth:`begin`, in ns.
+
+        Returns:
+            Time of all its waits for a processor, and the mean of one.
+        """
+        longest = _Turns(0, 0)
+        for thread, turns in self._turns.items():
+            begun = self._turns_begun.get(thread, turns)
+            waited = _Turns(turns.waited_ns - begun.waited_ns, turns.number - begun.number)
+            longest = max(longest, waited)
+        return longest.waited_ns, longest.waited_ns // max(1, longest.number)
 
     def _read_clocks(self) -> dict[str, int]:
         """Returns the clocks of the processor that this process used last; 0 if unknown."""
@@ -285,7 +324,7 @@ class MachineCounters:
             listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
         except OSError:
             return
-        _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _waited_ns)
+        _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _turns)
 
     def _list_readers(self) -> None:
         """Does the same for this process and its children, which may read data for it."""
@@ -299,7 +338,10 @@ class MachineCounters:
 
 
 def _renew(
-    sources: dict[str, _Source], listed: set[str], path: str, parse: Callable[[bytes], int]
+    sources: dict[str, _Source[_Value]],
+    listed: set[str],
+    path: str,
+    parse: Callable[[bytes], _Value],
 ) -> None:
     """Opens the files of listed threads or processes, and closes those of all others.
 
@@ -317,7 +359,7 @@ def _renew(
             sources[begun] = _Source(file, parse)
 
 
-def _sources() -> Iterator[tuple[str, _Source]]:
+def _sources() -> Iterator[tuple[str, _Source[int]]]:
     """Iterates over the files with counters of the machine and of the process, by counter."""
     # A quota may lie on any group up to the root.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
@@ -390,9 +432,10 @@ def _last_processor(text: bytes) -> int:
     return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
 
 
-def _waited_ns(text: bytes) -> int:
-    """Returns the time in ``schedstat`` for which a thread waited for a processor, in ns."""
-    return int(text.split()[1])
+def _turns(text: bytes) -> _Turns:
+    """Returns what ``schedstat`` says of a thread's waits for a processor."""
+    _, waited_ns, number = text.split()
+    return _Turns(int(waited_ns), int(number))
 
 
 def _bytes_from_disk(text: bytes) -> int:

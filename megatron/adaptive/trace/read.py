@@ -126,6 +126,11 @@ class RankTrace:
             return ()
         return tuple(_on_clock(group, self.fit) for group in blocks[0].marker.collectives)
 
+    def on_clock(self, times_ns: Sequence[int]) -> list[int]:
+        """Returns times of the rank's clock on the run's common clock, in ns."""
+        moved: list[int] = self.fit.apply(np.array(times_ns, dtype=np.int64)).tolist()
+        return moved
+
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
         """Approximate number of spans in each iteration (at least 1), according to the markers."""

@@ -242,6 +242,8 @@ class TraceHeader:
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
         transport: Name of the transport of all messages between ranks; empty if it is unknown or
             differs between pairs of ranks.
+        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
+            all do.
     """
 
     run: str
@@ -267,6 +269,7 @@ class TraceHeader:
     uncounted: tuple[str, ...] = ()
     device: str = ""
     transport: str = ""
+    layer_kinds: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -649,6 +652,8 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
         values[name] = _value(record, name, kind, origin, default)
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
+    kinds = _value(record, "layer_kinds", "numbers", origin, [])
+    values["layer_kinds"] = tuple(map(int, kinds))
     values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))
     columns = _value(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:

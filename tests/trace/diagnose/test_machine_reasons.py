@@ -12,7 +12,14 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
-from megatron.adaptive.trace.gpu_counters import GPU_CLOCK, GPU_HOT, GPU_OTHERS, GPU_POWER_LIMITED
+from megatron.adaptive.trace.gpu_counters import (
+    GPU_CLOCK,
+    GPU_ERRORS,
+    GPU_HOT,
+    GPU_OTHERS,
+    GPU_POWER_LIMITED,
+    GPU_REPLAYS,
+)
 from megatron.adaptive.trace.machine_counters import (
     CLOCK,
     CLOCK_LIMIT,
@@ -28,6 +35,7 @@ from megatron.adaptive.trace.machine_counters import (
     PROCESSORS,
     STEAL,
     THROTTLED,
+    TURN_WAIT,
 )
 from megatron.adaptive.trace.network_counters import (
     LINK_ERRORS,
@@ -60,6 +68,9 @@ NOT_TIMES = (
     LINK_SPEED,
     GPU_CLOCK,
     GPU_OTHERS,
+    GPU_ERRORS,
+    GPU_REPLAYS,
+    TURN_WAIT,
 )
 
 RANKS = 4
@@ -117,6 +128,8 @@ def only(rank: int, **counts: float) -> Count:
         ({GPU_HOT: 0.3}, "the temperature of its GPU", "cooling"),
         ({GPU_POWER_LIMITED: 0.3}, "the power limit of its GPU", "nvidia-smi -pl"),
         ({GPU_OTHERS: 2}, "2 other processes of host0 use its GPU", "end the other processes"),
+        ({GPU_ERRORS: 1}, "cannot be corrected: 1 per step", "leave host0 out"),
+        ({GPU_REPLAYS: 40}, "sends 40 PCIe packets per step again", "PCIe link"),
         ({MEMORY_WAIT: 0.3, DISK_PAGES: 400}, "is short of memory", "free memory"),
         (
             {DISK_WAIT: 0.3, DISK_PAGES: 400},
@@ -133,6 +146,8 @@ def only(rank: int, **counts: float) -> Count:
         "hot",
         "power",
         "shared",
+        "memory errors",
+        "replays",
         "memory",
         "disk",
     ],
@@ -369,6 +384,16 @@ def test_ports_explain_a_slow_link_between_machines(
     reason = finding.reason.text if finding.reason else ""
     assert text in reason
     assert bool(text) == bool(reason)
+
+
+@pytest.mark.parametrize(("turn_wait_ns", "is_named"), [(2_000_000, False), (500_000, True)])
+def test_messages_that_wait_for_a_processor_are_on_no_slow_link(
+    tmp_path: Path, turn_wait_ns: int, is_named: bool
+) -> None:
+    fault = Fault(kind="slow-link", rank=1, to=2, seconds=0.008)
+    waits = {PROCESSOR_WAIT: 0.3, TURN_WAIT: turn_wait_ns}
+    findings = diagnosed(tmp_path, lambda rank, iteration: dict(waits), fault).findings
+    assert ("slow link" in {finding.cause for finding in findings}) == is_named
 
 
 STARVED = {PROCESSOR_WAIT: 0.8, MACHINE_BUSY: 0.8 * RANKS + 4}

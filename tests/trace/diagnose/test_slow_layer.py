@@ -25,6 +25,7 @@ def diagnosed(
     layers: int = LAYERS,
     tokens: tuple[int, ...] = (),
     backward: float = 1.0,
+    kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
     """Diagnoses a made-up run with times of layers; ``slow`` has a factor for some (``l5``).
@@ -37,6 +38,7 @@ def diagnosed(
         tokens: Layers with experts.
         backward: Factor of the backward of slow layers; their forward is as fast as others. 1 if
             both are slow.
+        kinds: Kind of each layer in the header of the traces.
         slow: Factors of the times of layers.
     """
     write_synthetic(
@@ -44,6 +46,7 @@ def diagnosed(
     )
     for rank, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
+        lines[0] = json.dumps({**json.loads(lines[0]), "layer_kinds": kinds})
         for number, line in enumerate(lines):
             if line.startswith('{"begin_iteration"'):
                 rows = []
@@ -68,6 +71,13 @@ def test_a_slow_layer_is_named_and_not_its_rank(tmp_path: Path) -> None:
     assert "layer 5 on rank 1" in finding.headline
     assert finding.factor == pytest.approx(6.0, rel=0.05)
     assert finding.cost_fraction > 0.05
+
+
+def test_a_layer_is_compared_with_layers_of_its_kind(tmp_path: Path) -> None:
+    kinds = tuple(1 if index in (5, 10) else 0 for index in range(4 * LAYERS))
+    # Layer 5 does other work than the rest; layer 6 is slower than those that do the same.
+    findings = diagnosed(tmp_path, kinds=kinds, l5=6.0, l10=6.0, l6=3.0)
+    assert [finding.counts["layer"] for finding in findings if finding.cause == "slow layer"] == [6]
 
 
 def test_a_slow_rank_whose_layers_are_all_slow_is_a_slow_rank(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.finding import Reason
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured
-from megatron.adaptive.trace.gpu_counters import GPU_CLOCK, GPU_HOT, GPU_OTHERS, GPU_POWER_LIMITED
+from megatron.adaptive.trace.gpu_counters import (
+    GPU_CLOCK,
+    GPU_ERRORS,
+    GPU_HOT,
+    GPU_OTHERS,
+    GPU_POWER_LIMITED,
+    GPU_REPLAYS,
+)
 from megatron.adaptive.trace.machine_counters import (
     CLOCK,
     CLOCK_LIMIT,
@@ -30,6 +37,7 @@ from megatron.adaptive.trace.machine_counters import (
     PROCESSORS,
     STEAL,
     THROTTLED,
+    TURN_WAIT,
 )
 from megatron.adaptive.trace.network_counters import (
     LINK_ERRORS,
@@ -172,6 +180,20 @@ _FAULTS = (
 )
 """Counter, text and remedy of each fault of a port."""
 
+_GPU_FAULTS = (
+    (
+        GPU_ERRORS,
+        "errors in the memory of its GPU on {host} that cannot be corrected: {count:.3g} per step",
+        "leave {host} out, and look at its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
+    ),
+    (
+        GPU_REPLAYS,
+        "its GPU on {host} sends {count:.3g} PCIe packets per step again",
+        "look at the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
+    ),
+)
+"""Counter, text and remedy of each fault of a GPU."""
+
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters that are those of the whole machine."""
 
@@ -202,6 +224,20 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
     return min(0.99, mean) if mean >= STARVED else 0.0
+
+
+def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
+    """Returns how long ranks waited for a processor before each of their turns, in ns, added up.
+
+    Args:
+        m: Measured times of the run.
+        columns: Columns of the ranks.
+        chosen: Indices of the iterations.
+
+    Returns:
+        Mean over the iterations; 0 if it was not counted.
+    """
+    return float(np.nan_to_num(m.machine[TURN_WAIT][chosen][:, list(columns)]).mean(axis=0).sum())
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
@@ -237,6 +273,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         _slow_clock(m, column, chosen, factor),
         _slow_gpu_clock(m, column, chosen, factor),
         _shared_gpu(m, column, chosen),
+        _faulty_gpu(m, column, chosen),
     )
     reasons += [reason for reason in further if reason is not None]
     return reasons
@@ -460,6 +497,25 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
         text=f"{count:.0f} other process{'es' * (count != 1)} of {host} use its GPU",
         remedy=f"end the other processes on the GPU of {host} (nvidia-smi)",
     )
+
+
+def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
+    """Returns a reason if a rank's GPU counts far more faults than those of other ranks."""
+    for counter, text, remedy in _GPU_FAULTS:
+        means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
+        others = np.delete(means, column)
+        usual = float(np.median(others)) if others.size else 0.0
+        count = float(means[column])
+        # One error that cannot be corrected is too many.
+        least = LOSES_OFTEN if counter != GPU_ERRORS else 0.0
+        if count > least and count >= FAULT_TIMES * usual:
+            host = m.headers[column].host
+            return Reason(
+                counter=counter,
+                text=text.format(count=count, host=host),
+                remedy=remedy.format(host=host),
+            )
+    return None
 
 
 def _clocks(

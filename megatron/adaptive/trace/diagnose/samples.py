@@ -54,6 +54,8 @@ class Measured:
         layers: Number of layers per stage, empty if unknown.
         work: Expected computing time of each stage, including embedding and loss, expressed as an
             equivalent number of layers; empty if unknown.
+        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
+            all do.
         action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations in ns of
             forward passes, backward passes and separate weight-gradient passes (the sum over all
             parts), without the time in which they read data or sent messages. NaN without such an
@@ -88,6 +90,7 @@ class Measured:
     machine: Mapping[str, Floats]
     layer_rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
     collectives: tuple[JoinedCollectives, ...] = ()
+    layer_kinds: tuple[int, ...] = ()
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -250,6 +253,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
             for rank in ranks
         ),
         collectives=tuple(join_collectives(run, chosen.tolist())),
+        layer_kinds=headers[0].layer_kinds,
     )
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.kernels import OUTSIDE, actions_of, read_steps
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.span_columns import Messages, TraceTable, match_messages
 from megatron.adaptive.trace.step_view import stages_text
@@ -125,6 +126,7 @@ def perfetto_events(
             ]
             if name == "compute":
                 slices += [*_layer_slices(trace, iterations), *_collective_slices(joined, rank)]
+                slices += _kernel_slices(run, rank, iterations, every)
                 slices.sort(key=lambda entry: (entry[0].start_ns, -entry[0].end_ns))
             yield from _thread(rank, number, name, slices, origin_ns, flows)
         slices = [(span, _ideal(span, run.num_slices)) for span in _by_start(ideal.get(rank))]
@@ -190,6 +192,8 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
     details = 0
     for rank in ranks:
         trace = run.ranks[rank]
+        steps = read_steps(run, rank)
+        details += sum(len(step.kept) for step in steps if step.iteration in iterations)
         for iteration in iterations:
             details += len(trace.layer_passes(iteration))
             details += sum(3 * len(group.kept) for group in trace.collectives(iteration))
@@ -468,6 +472,32 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
                 if stop_ns > begin_ns:
                     part = {"name": name, "cat": category, "args": {"iteration": iteration}}
                     yield _detail(category, iteration, begin_ns, stop_ns), part
+
+
+def _kernel_slices(
+    run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
+) -> Iterator[Slice]:
+    """Yields a rank's kernels with times.
+
+    Args:
+        run: Trace of the run.
+        rank: Global rank.
+        iterations: Numbers of the iterations.
+        spans: Spans of the rank in these iterations.
+    """
+    for step in read_steps(run, rank):
+        if step.iteration not in iterations:
+            continue
+        of_step = [span for span in spans if span.iteration == step.iteration]
+        for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
+            end_ns = kernel.end_ns
+            if action is not None:
+                # The clocks of action and profiler differ by microseconds.
+                end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
+            kind = OUTSIDE if action is None else action.action
+            arguments = {"iteration": step.iteration, "action": kind}
+            event = {"name": kernel.name, "cat": "kernel", "args": arguments}
+            yield _detail("kernel", step.iteration, kernel.start_ns, end_ns), event
 
 
 def _detail(action: str, iteration: int, start_ns: int, end_ns: int) -> Span:

@@ -3,10 +3,11 @@
 ``--trace-detail layers`` records these times. Without them, a slow layer shows as a slow rank or as
 uneven stages.
 
-Layers of a model need not be of the same kind. So layers with experts and those that predict
-further tokens are left out. Of the rest, a layer is named only if its forward and its backward are
-both slow (recomputation makes the backward alone slower), and if no other layer is slow by about
-the same factor (as with every fourth layer of another kind).
+Layers of a model need not be of the same kind. The segments of a ``Pipeline`` are compared only
+with those that make the same calls: their kinds are in the header of the trace. Layers with experts
+and those that predict further tokens are left out. Of the rest, a layer is named only if its
+forward and its backward are both slow (recomputation makes the backward alone slower), and if no
+other layer is slow by about the same factor (as with every fourth layer of another kind).
 """
 
 from __future__ import annotations
@@ -97,7 +98,19 @@ class _Layer:
 
 def find_slow_layers(m: Measured) -> list[Finding]:
     """Returns findings for layers that are slower than those of their rank and of the run."""
-    layers = _layers(m)
+    by_kind: dict[int, list[_Layer]] = {}
+    for layer in _layers(m):
+        by_kind.setdefault(_kind(m, layer.index), []).append(layer)
+    return [finding for layers in by_kind.values() for finding in _slow_of_kind(m, layers)]
+
+
+def _kind(m: Measured, index: int) -> int:
+    """Returns the number of a layer's kind."""
+    return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
+
+
+def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
+    """Returns findings for slow layers among layers that do the same work."""
     levels = np.array([float(middle(layer.pass_ns)) for layer in layers])
     if len(levels) < FEWEST:
         return []

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, RecordedSteps, Remedy
 from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.machine_reasons import link_reason
+from megatron.adaptive.trace.diagnose.machine_reasons import link_reason, turn_wait_ns
 from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
@@ -80,6 +80,12 @@ LINK_ALONE = 0.25
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of its median delay."""
+
+LINK_OF_WAITS = 3.0
+"""Minimum ratio of a slow link's delay to the waits for a processor of its ranks.
+
+A message is sent, and its arrival seen, by threads that may have to wait for a processor first.
+"""
 
 LINK_CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a link's change during the run to be reported."""
@@ -192,7 +198,11 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
-) -> Finding:
+) -> Finding | None:
+    """Returns a finding, ``None`` if its ranks waited for a processor about as long."""
+    rows = np.flatnonzero(np.isin(m.iterations, chosen))
+    if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
+        return None
     median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
     finding = m.finding(
         link.ends,
@@ -204,5 +214,4 @@ def _slow_link(
         detail=f"median {median_us:.4g} us, fastest tenth below {fast_us:.4g} us, "
         f"other links {median_us - excess / 1e3:.4g} us",
     )
-    rows = np.flatnonzero(np.isin(m.iterations, chosen))
     return replace(finding, reason=link_reason(m, link.ends, rows))

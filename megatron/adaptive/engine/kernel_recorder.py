@@ -1,0 +1,126 @@
+"""Records the operators and kernels of chosen steps with torch.profiler.
+
+On a CPU these are the outermost operators, on a GPU the kernels and copies of the device. A mark of
+known time, which the profiler records too, puts its times on the clock of the trace.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import profiler
+
+from megatron.adaptive.trace.files import Outage
+from megatron.adaptive.trace.kernels import TimedKernel, add_step, summed
+
+_MARK = "megatron.adaptive: mark of a known time"
+_NUM_MARKS = 3
+_WRAPPER = re.compile(r"autograd::engine|.*Backward\d*$|megatron\.adaptive")
+"""Names of ranges that only contain the operators of a backward pass."""
+
+
+class KernelRecorder:
+    """Records the kernels of some iterations. All methods must be called from one thread.
+
+    Args:
+        folder: Folder of the traces.
+        rank: Global rank of this process.
+        iterations: Numbers of the iterations to record.
+        on_gpu: Whether the rank computes on a GPU.
+        say: Function that prints a line.
+    """
+
+    def __init__(
+        self, folder: str, rank: int, iterations: range, *, on_gpu: bool, say: Callable[[str], None]
+    ) -> None:
+        self._folder = Path(folder)
+        self._rank = rank
+        self._iterations = iterations
+        self._on_gpu = on_gpu
+        self._say = say
+        self._outage = Outage("kernels of the trace", "kernels")
+        self._running: Any = None
+        self._iteration = 0
+        self._marks_ns: list[int] = []
+
+    def begin(self, iteration: int, *, is_traced: bool) -> None:
+        """Begins an iteration. It is recorded if it is traced and was chosen."""
+        self.close()
+        if not is_traced or iteration not in self._iterations:
+            return
+        if torch.autograd._profiler_enabled():
+            self._say(
+                f"kernels of iteration {iteration} are not recorded: another torch.profiler of "
+                "this process runs; end it, or leave out --trace-detail kernels"
+            )
+            return
+        activities = [profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(profiler.ProfilerActivity.CUDA)
+        self._running = profiler.profile(activities=activities)
+        self._running.start()
+        self._iteration = iteration
+        self._marks_ns = []
+        for _ in range(_NUM_MARKS):
+            self._marks_ns.append(time.monotonic_ns())
+            with profiler.record_function(_MARK):
+                pass
+
+    def end(self) -> None:
+        """Ends an iteration, and writes its kernels if it was recorded."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        device = "cuda" if self._on_gpu else "cpu"
+        step = summed(self._iteration, device, self._kernels(running.events()))
+        try:
+            add_step(self._folder, self._rank, step)
+        except OSError as error:
+            self._outage.begins(error)
+
+    def close(self) -> None:
+        """Ends a recording without writing it. Idempotent."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
+
+    def _kernels(self, events: Any) -> Iterator[TimedKernel]:
+        """Yields the kernels among the profiler's events, with times of the monotonic clock."""
+        marks = [event.time_range.start for event in events if event.name == _MARK]
+        if len(marks) < len(self._marks_ns):
+            return
+        # The clock is read before the profiler's mark: the shortest time in between is best.
+        pairs = zip(self._marks_ns, sorted(marks), strict=False)
+        shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
+        for event in events:
+            is_kernel = _is_of_gpu(event) if self._on_gpu else _is_outermost(event)
+            if is_kernel:
+                start_ns, end_ns = (
+                    round(at_us * 1e3) + shift_ns
+                    for at_us in (event.time_range.start, event.time_range.end)
+                )
+                yield TimedKernel(event.name, start_ns, end_ns)
+
+
+def _is_of_gpu(event: Any) -> bool:
+    """Returns whether an event is a kernel or a copy on a GPU."""
+    is_range = getattr(event, "is_user_annotation", False)
+    return bool(event.device_type != torch.autograd.DeviceType.CPU and not is_range)
+
+
+def _is_outermost(event: Any) -> bool:
+    """Returns whether an event is an operator on the CPU that no other operator contains."""
+    if event.device_type != torch.autograd.DeviceType.CPU or _WRAPPER.match(event.name):
+        return False
+    parent = event.cpu_parent
+    while parent is not None:
+        if not _WRAPPER.match(parent.name):
+            return False
+        parent = parent.cpu_parent
+    return True

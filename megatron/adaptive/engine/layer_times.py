@@ -1,0 +1,102 @@
+"""Adds up the times of a rank's layers in traced steps, for ``--trace-detail layers``.
+
+Times are added up over the microbatches of a step, so a trace has a few numbers per layer and step.
+For timelines it also has start and end of each layer's first forward and backward pass in the step.
+:mod:`~megatron.adaptive.engine.layer_meter` measures transformer layers of megatron-core, and
+``modules.segment_meter`` the segments of a ``Pipeline``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MOST_LAYERS = 64
+"""Maximum number of measured layers of a rank, so that a step's times have at most 3 KB."""
+
+MOST_DRAWN = 32
+"""Maximum number of layers of a rank whose first passes have their start and end in the trace."""
+
+FORWARD, BACKWARD = 0, 1
+
+
+class LayerSums:
+    """Adds up the times of this rank's layers. All methods must be called from one thread.
+
+    Args:
+        numbers: Index in the model of each layer of this rank.
+        clock: Clock that makes marks on the device.
+
+    Attributes:
+        is_traced: Whether the current step is measured.
+    """
+
+    def __init__(self, numbers: Sequence[int], clock: Any) -> None:
+        self.is_traced = False
+        self._clock = clock
+        self._numbers = list(numbers)
+        self._marks: list[tuple[int, int, Any, Any]] = []  # layer's position, pass, start, end
+        self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def begin(self, *, is_traced: bool) -> None:
+        """Begins a step.
+
+        Args:
+            is_traced: Whether to measure the step.
+        """
+        self.is_traced = is_traced
+        self._marks = []
+
+    def mark(self) -> Any:
+        """Marks the current point in the device's work, for :meth:`add`."""
+        return self._clock.mark()
+
+    def add(self, position: int, kind: int, start: Any, end: Any) -> None:
+        """Adds a pass of a layer.
+
+        Args:
+            position: Position of the layer in ``numbers``.
+            kind: Kind of pass, ``FORWARD`` or ``BACKWARD``.
+            start: Mark at the begin of the pass.
+            end: Mark at the end of the pass.
+        """
+        self._marks.append((position, kind, start, end))
+
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """Returns the times of the step that ends, and waits until the device has done its work.
+
+        Returns:
+            For each layer: index of the layer in the model, time in ns of all forward passes, of
+            all backward passes, and number of forward passes.
+        """
+        if self._marks:
+            self._clock.wait(self._marks[-1][3])
+        sums: dict[int, list[int]] = {}
+        self._first_passes = {}
+        for position, kind, start, end in self._marks:
+            row = sums.setdefault(position, [0, 0, 0])
+            start_ns = self._clock.resolve_ns(start)
+            end_ns = self._clock.resolve_ns(end)
+            self._first_passes.setdefault((position, kind), (start_ns, end_ns))
+            row[kind] += end_ns - start_ns
+            row[2] += kind == FORWARD
+        self._marks = []
+        self.is_traced = False
+        return [
+            (self._numbers[position], forward_ns, backward_ns, count)
+            for position, (forward_ns, backward_ns, count) in sorted(sums.items())
+        ]
+
+    def passes(self) -> list[tuple[int, int, int, int]]:
+        """Returns the first passes of some layers in the step of the last call of :meth:`rows`.
+
+        Returns:
+            Rows of index of the layer in the model, 0 for a forward or 1 for a backward pass, start
+            and end in ns. If there are many layers, those of an evenly spaced sample.
+        """
+        every = max(1, -(-len(self._numbers) // MOST_DRAWN))
+        return [
+            (self._numbers[position], kind, start_ns, end_ns)
+            for (position, kind), (start_ns, end_ns) in sorted(self._first_passes.items())
+            if position % every == 0
+        ]

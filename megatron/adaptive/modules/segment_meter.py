@@ -1,0 +1,90 @@
+"""Measures the time of each segment of a ``Pipeline`` in traced steps, for its ``trace_detail``.
+
+A stage runs its segments one after the other, and autograd runs their backward passes in reverse.
+So one mark at each border divides the whole pass of a stage among its segments::
+
+    forward    | segment 4 | segment 5 | segment 6 |
+    backward   | segment 6 | segment 5 | segment 4 |
+                           ^ autograd is about to compute the first gradient in segment 5
+
+Gradients that a later action computes (``W``) are not part of this. Calls that the backward pass
+runs again (recomputation) are part of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.adaptive.engine.layer_times import BACKWARD, FORWARD, MOST_LAYERS, LayerSums
+from megatron.adaptive.schedule.stage_placement import Placement
+
+
+def segments_of(partition: Sequence[int], placement: Placement, pp_rank: int) -> list[int]:
+    """Returns the indices of a rank's segments in the model, in ascending order.
+
+    Args:
+        partition: Number of segments in each stage.
+        placement: Assignment of stages to ranks.
+        pp_rank: Position of the rank in its pipeline.
+    """
+    stages = {placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)}
+    stage_of_segment = [stage for stage, size in enumerate(partition) for _ in range(size)]
+    return [segment for segment, stage in enumerate(stage_of_segment) if stage in stages]
+
+
+class SegmentMeter(LayerSums):
+    """Measures the segments of this rank. All methods must be called from one thread.
+
+    Args:
+        segments: Indices of this rank's segments in the model. The first ones are measured.
+        clock: Clock that makes marks on the device.
+    """
+
+    def __init__(self, segments: Sequence[int], clock: Any) -> None:
+        super().__init__(segments[:MOST_LAYERS], clock)
+        self._positions = {segment: index for index, segment in enumerate(self._numbers)}
+        self._forward: tuple[int, Any] | None = None  # segment, mark at its begin
+        self._backward: tuple[int, Any] | None = None
+
+    def begin(self, *, is_traced: bool) -> None:
+        super().begin(is_traced=is_traced)
+        self._forward = self._backward = None
+
+    def enters(self, segment: int | None) -> None:
+        """Notes that the forward pass enters a segment; ``None`` at its end."""
+        self._forward = self._passes(FORWARD, self._forward, segment)
+
+    def watch(self, segment: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Watches for the backward pass to enter a segment.
+
+        Args:
+            segment: Index of the segment in the model.
+            tensors: Results of the segment that are used after it.
+        """
+
+        def enters(_: torch.Tensor) -> None:
+            # The first of several gradients begins the segment.
+            if self.is_traced and (self._backward is None or segment < self._backward[0]):
+                self._backward = self._passes(BACKWARD, self._backward, segment)
+
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(enters)
+
+    def ends_backward(self) -> None:
+        """Notes the end of a backward pass of a stage."""
+        self._backward = self._passes(BACKWARD, self._backward, None)
+
+    def _passes(
+        self, kind: int, current: tuple[int, Any] | None, segment: int | None
+    ) -> tuple[int, Any] | None:
+        """Ends the pass of the current segment, and begins that of another one."""
+        if current is None and segment is None:
+            return None
+        mark = self.mark()
+        if current is not None and current[0] in self._positions:
+            self.add(self._positions[current[0]], kind, current[1], mark)
+        return None if segment is None else (segment, mark)

@@ -1,0 +1,48 @@
+"""Operators of chosen iterations are recorded, unless another profiler already runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import profiler
+
+from megatron.adaptive.engine.kernel_recorder import KernelRecorder
+from megatron.adaptive.trace.kernels import kernels_path
+
+
+def recorded(folder: Path, said: list[str]) -> int:
+    """Runs iterations 1 to 3, of which the second is chosen; returns the number of lines."""
+    recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
+    for iteration in (1, 2, 3):
+        recorder.begin(iteration, is_traced=True)
+        torch.ones(8, 8, requires_grad=True).mm(torch.ones(8, 8)).sum().backward()
+        recorder.end()
+    recorder.close()
+    path = kernels_path(folder, 3)
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_the_chosen_iteration_is_recorded_on_the_clock_of_the_trace(tmp_path: Path) -> None:
+    said: list[str] = []
+    begin_ns = time.monotonic_ns()
+    assert recorded(tmp_path, said) == 1
+    end_ns = time.monotonic_ns()
+    assert said == []
+    text = kernels_path(tmp_path, 3).read_text()
+    record = json.loads(text)
+    assert "aten::mm" in record["names"]
+    assert not any("Backward" in name or "mark" in name for name in record["names"])
+    for _, start_ns, length_ns in record["kept"]:
+        assert begin_ns <= start_ns <= start_ns + length_ns <= end_ns
+
+
+def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as other:
+        assert recorded(tmp_path, said) == 0
+    (line,) = said
+    assert "another torch.profiler of this process runs" in line
+    assert any(event.name == "aten::mm" for event in other.events())

@@ -1,0 +1,167 @@
+"""Times of segments: those that a clock in the model itself gives each block, to the nanosecond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive import CutPoint
+from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.modules.cutting import segment_kinds, slice_tape
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.recompute import recomputed_ranges
+from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
+from megatron.adaptive.modules.segments import tensors_of
+from megatron.adaptive.schedule.stage_placement import Placement
+
+from .ranks import CPU, Case
+
+WIDTH = 4
+BLOCKS = 5
+MICROBATCHES = 3
+FORWARD_NS, BACKWARD_NS = 100, 1000
+
+
+class Clock:
+    """A clock that moves only if a block says so."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def mark(self) -> int:
+        return self.now_ns
+
+    def resolve_ns(self, mark: int) -> int:
+        return mark
+
+    def wait(self, mark: int) -> None:
+        pass
+
+
+CLOCK = Clock()
+
+
+class Costly(torch.autograd.Function):
+    """Passes a tensor on, and moves the clock by the cost of the block in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cost: int) -> torch.Tensor:
+        ctx.cost = cost
+        CLOCK.now_ns += cost * FORWARD_NS
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        CLOCK.now_ns += ctx.cost * BACKWARD_NS
+        return gradients[0], None
+
+
+class Skipping(torch.nn.Module):
+    """Blocks of rising cost; the first one's result and a mask are used by all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        mask = x > 0
+        first = x
+        for number, block in enumerate(self.blocks):
+            x = Costly.apply(block(x), number + 1) * mask
+            if number == 0:
+                first = x
+            x = torch.tanh(x) + first
+            if number + 1 < BLOCKS:
+                x = self.cuts[number](x)
+        return x.square().mean()
+
+
+def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
+    """Returns a stage of two, with the first two or the last three segments."""
+    tape = case.forwards.training
+    plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
+    held = tensors_of(case.model)
+    recomputed = recomputed_ranges(tape, options.get("recompute"))
+    return ProgramStages(
+        programs=[[StageProgram(tape, plan, held, CPU, recomputed)]] * MICROBATCHES,
+        microbatches=[case.microbatch(number) for number in range(MICROBATCHES)],
+        random=RandomKey(7, CPU),
+        held=held,
+        device=CPU,
+        meters=[ActivationMeter()] * MICROBATCHES,
+        stores=[WeightGradientStore()] if options.get("split") else None,
+        meter=meter,
+    )
+
+
+def step(first: ProgramStages, last: ProgramStages) -> list[float]:
+    """Runs all microbatches through both stages, and returns their losses."""
+    for number in range(MICROBATCHES):
+        sent = first.forward(0, number, None)
+        last.forward(0, number, sent)
+    for number in range(MICROBATCHES):
+        first.backward(0, number, last.backward(0, number, None))
+    return [float(loss) for loss in last.losses]
+
+
+def make_case() -> Case:
+    return Case(Skipping(), {"x": torch.randn(2 * MICROBATCHES, WIDTH)}, 2)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_segment_takes_what_its_block_costs(split: bool) -> None:
+    case = make_case()
+    meters = [SegmentMeter(segments, CLOCK) for segments in ((0, 1), (2, 3, 4))]
+    for meter in meters:
+        meter.begin(is_traced=True)
+    measured = [stages(case, stage, meters[stage], split=split) for stage in (0, 1)]
+    losses = step(measured[0], measured[1])
+    rows = [row for meter in meters for row in meter.rows()]
+    assert rows == [
+        (
+            number,
+            (number + 1) * MICROBATCHES * FORWARD_NS,
+            (number + 1) * MICROBATCHES * BACKWARD_NS,
+            MICROBATCHES,
+        )
+        for number in range(BLOCKS)
+    ]
+    plain = step(*(stages(case, stage, None, split=split) for stage in (0, 1)))
+    assert losses == plain == case.expected()[0]
+
+
+def test_calls_that_run_again_count_as_backward() -> None:
+    case = make_case()
+    meter = SegmentMeter((2, 3, 4), CLOCK)
+    meter.begin(is_traced=True)
+    recompute = "all"
+    step(stages(case, 0, None), stages(case, 1, meter, recompute=recompute))
+    both_ns = FORWARD_NS + BACKWARD_NS
+    assert [row[1:3] for row in meter.rows()] == [
+        ((number + 1) * MICROBATCHES * FORWARD_NS, (number + 1) * MICROBATCHES * both_ns)
+        for number in (2, 3, 4)
+    ]
+
+
+def test_steps_that_are_not_traced_have_no_times() -> None:
+    case = make_case()
+    meter = SegmentMeter((2, 3, 4), CLOCK)
+    meter.begin(is_traced=False)
+    step(stages(case, 0, None), stages(case, 1, None))
+    assert meter.rows() == meter.passes() == []
+
+
+def test_segments_of_a_rank_and_their_kinds() -> None:
+    v_shape = Placement(num_ranks=2, num_chunks=2, kind="v")
+    assert segments_of((1, 2, 1, 3), v_shape, 0) == [0, 4, 5, 6]
+    assert segments_of((1, 2, 1, 3), v_shape, 1) == [1, 2, 3]
+    # The blocks are equal, but the first makes the mask and the last the loss.
+    kinds = segment_kinds(make_case().forwards.training)
+    assert len(kinds) == BLOCKS
+    assert kinds[1] not in (kinds[0], kinds[-1])
