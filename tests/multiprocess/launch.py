@@ -235,6 +235,14 @@ def forking() -> dict[str, str]:
     return environment(**forkserver().nodes()[1])
 
 
+def forking_every() -> dict[str, str]:
+    """Returns an environment in which every Python program is forked, and those that it starts.
+
+    For programs of which neither imports nor memory count, which a forked one has already.
+    """
+    return {**forking(), "TESTS_FORK_EVERY": "1"}
+
+
 def run_ranks(
     command: Sequence[str],
     *,
