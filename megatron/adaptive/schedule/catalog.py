@@ -447,8 +447,8 @@ def hint_for(
         work = draw(placement, num_microbatches, times, link=link, num_slices=num_slices)
         num_actions = 3 * num_microbatches * num_slices * placement.num_stages
         policies = candidate.policies(num_microbatches)
-        known = rule_of(policies)
-        is_fast = known is not None and is_loaded(known[0])
+        shared = rule_of(policies)
+        is_fast = shared is not None and is_loaded(shared[0])
         compiled = is_fast or num_actions >= _COMPILED_FROM
         return candidate.simulate(work, compiled=compiled, policies=policies)
 

@@ -2,9 +2,9 @@
 
 Imports take a node's fork server, ``torchrun`` or a rank of it seconds of processor time.
 With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
-be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, hands its files to a server of the tests, which forks it, passes signals on, and
-ends as the forked one does. If it is killed, so is the forked one; without a server it stays what
-it is.
+be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, hands its files to a
+server of the tests. The server forks it, passes signals on, and ends as the forked one does. If it
+is killed, so is the forked one; without a server it stays what it is.
 
 Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``, also those
 on nodes with namespaces of their own.
@@ -252,7 +252,9 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
             from tests.labs.one_import import run
+            from tests.multiprocess.forked_rank import add_python_path
 
+            add_python_path()
             is_script = request["words"][0] not in ("-m", "-c")
             sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
