@@ -57,6 +57,8 @@ if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
 fi
 # Ranks of a test share the machine: more threads per rank only get in each other's way.
 export OMP_NUM_THREADS=1
+# Hundreds of processes would compile the package's modules anew where the environment says so.
+unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then
   status=0

@@ -16,7 +16,7 @@ from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import environment, forking, kill_tree, wait_until
+from ..multiprocess.launch import environment, forking_every, kill_tree, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
@@ -247,7 +247,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
                 *("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")),
                 *("--", *TINY.split()),
             ],
-            env=forking(),
+            env=forking_every(),
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from megatron.adaptive import extension
 from megatron.adaptive.cli.transport import Outcome, _print
 
-from ..multiprocess.launch import free_port
+from ..multiprocess.launch import forking_every, free_port
 
 LIMIT_S = 150
 FAST = "--check --seconds 0.2"
@@ -24,7 +23,7 @@ has_extension = pytest.mark.skipif(extension.load() is None, reason=str(extensio
 def start(words: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.adaptive", "transport", *words.split()],
-        env={**os.environ, **variables},
+        env={**forking_every(), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

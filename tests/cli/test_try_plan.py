@@ -16,7 +16,7 @@ from harness.processes import children_of
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
-from ..multiprocess.launch import ROOT, environment
+from ..multiprocess.launch import ROOT, environment, forking_every
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
@@ -43,7 +43,9 @@ def write_plan(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
+def tried(
+    path: Path, model: str, rank: int, variables: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Tries a rank in a process of its own, and returns the entry of the plan file."""
     done = subprocess.run(
         [
@@ -51,7 +53,7 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
             *("--model", model, "--rank", str(rank)),
         ],
         cwd=ROOT,
-        env=environment(),
+        env=variables or environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -127,7 +129,7 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
     processes = shape["tensor"] * shape["pipeline"] * shape["data"]
     placement = [{"nodes": 1, "processes_per_node": processes}]
     path = write_plan(tmp_path, degrees=shape, placement=placement, **changes)
-    entry = tried(path, SMALL, rank)
+    entry = tried(path, SMALL, rank, forking_every())
     (measured,) = entry["ranks"]
     assert measured["forward_s"][0] > 0
     assert measured["optimizer_s"] > 0
@@ -142,9 +144,11 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
 
 @pytest.mark.multiprocess
 def test_measurements_of_another_device_are_left_out_by_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_plan(tmp_path)
+    for name, value in forking_every().items():
+        monkeypatch.setenv(name, value)
     command = ["--try", str(path), "--model", SMALL]
     assert main([*command, "--rank", "0"]) == 0
     plan = json.loads(path.read_text(encoding="utf-8"))

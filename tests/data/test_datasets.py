@@ -23,6 +23,8 @@ from megatron.adaptive.data.loader import Batching, MicrobatchLoader
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
+from ..multiprocess.launch import forking_every
+
 Write = Callable[..., str]
 LENGTH = 16
 
@@ -413,6 +415,7 @@ def test_ranks_that_share_no_disk_build_the_same_samples(
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK_PROGRAM, str(rank), str(tmp_path / "store"), folder],
+            env=forking_every(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

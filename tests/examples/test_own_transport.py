@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.kind import transport_kind
 
-from ..multiprocess.launch import ROOT, run_ranks
+from ..multiprocess.launch import ROOT, forking_every, run_ranks
 
 FOLDER = ROOT / "examples" / "own_transport"
 FLAGS = (
@@ -74,9 +73,10 @@ def test_it_trains_to_the_same_losses(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_it_is_checked_between_two_ranks(tmp_path: Path) -> None:
     arguments = ["--check", "--seconds", "0.1", "--json", "--transport", "files:Files"]
+    variables = forking_every()
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", "transport", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{FOLDER}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        env={**variables, "PYTHONPATH": f"{FOLDER}:{variables['PYTHONPATH']}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

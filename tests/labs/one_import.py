@@ -2,7 +2,8 @@
 
 On a small machine importing torch takes longer than the programs themselves. The argument is a JSON
 list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print first,
-variables, and a script and its arguments, or ``-m``, a module and its arguments. Ends with the
+variables, and a script and its arguments, or ``-m``, a module and its arguments, or ``-c``, lines
+of code and their arguments. Ends with the
 status of the first program that fails.
 """
 
@@ -55,6 +56,9 @@ def run(program: dict[str, Any]) -> int:
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

@@ -55,6 +55,12 @@ def share_gloo_device() -> None:
     ProcessGroupGloo.__init__ = connect
 
 
+def add_python_path() -> None:
+    """Adds the folders of ``PYTHONPATH`` that the process which forked this one did not have."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
+
+
 def main() -> None:
     """Runs the program as ``__main__`` in this process."""
     settings = json.loads(sys.argv[1])
@@ -75,6 +81,7 @@ def main() -> None:
     # A new process has these handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    add_python_path()
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path[0] = str(Path.cwd())

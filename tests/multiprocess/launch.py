@@ -178,7 +178,14 @@ def _servers() -> dict[str, Forkserver]:
 
 
 def forkserver(python_path: str = str(ROOT)) -> Forkserver:
-    """Returns the fork server of this process for a path, which the first call starts."""
+    """Returns the fork server of this process for a path, which the first call starts.
+
+    A path without another ``megatron`` has the same imports as this checkout, and so its server:
+    forked ranks add folders of their own.
+    """
+    folders = [folder for folder in python_path.split(os.pathsep) if folder != str(ROOT)]
+    if not any(Path(folder, "megatron").exists() for folder in folders):
+        python_path = str(ROOT)
     servers = _servers()
     if python_path not in servers or not servers[python_path].is_alive:
         servers[python_path] = Forkserver(python_path)
@@ -233,6 +240,14 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
 def forking() -> dict[str, str]:
     """Returns an environment in which ranks of the trainer that a launcher starts are forked."""
     return environment(**forkserver().nodes()[1])
+
+
+def forking_every() -> dict[str, str]:
+    """Returns an environment in which every Python program is forked, and those that it starts.
+
+    For programs of which neither imports nor memory count, which a forked one has already.
+    """
+    return {**forking(), "TESTS_FORK_EVERY": "1"}
 
 
 def run_ranks(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import runtime_rules
+from megatron.adaptive.schedule import numba_kernels, runtime_rules
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.catalog import make_schedule
+from megatron.adaptive.schedule.catalog import hint_for, make_schedule
 from megatron.adaptive.schedule.memory_caps import chunk_shares
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.rank_state import RankState
@@ -113,3 +113,22 @@ def test_a_policy_of_ones_own_runs_where_compiled_code_was_asked_for() -> None:
     times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
     result = simulate(placement, 3, [Mine(), Mine()], times, compiled=True)
     assert result.num_actions == 12
+
+
+def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loops: dict[Any, Any] = {}
+    monkeypatch.setattr(numba_kernels, "_loops", lambda: loops)
+    arguments: dict[str, Any] = {"num_slices": 4, "weight_pieces": 2}
+    placement = Placement(num_ranks=3, num_chunks=2, kind="v")
+    hint_for.cache_clear()
+    plain = hint_for(placement, 3, 4.0, **arguments)
+    assert not loops  # to load the code would take longer than so few actions
+    runs = []
+    for rule in (runtime_rules.ready_first, runtime_rules.hinted):
+        loop = numba_kernels.compiled_loop(rule)
+        loops[rule] = lambda world, loop=loop: runs.append(world) or loop(world)
+    hint_for.cache_clear()
+    assert hint_for(placement, 3, 4.0, **arguments).orders == plain.orders
+    assert len(runs) > 2

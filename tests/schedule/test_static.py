@@ -22,6 +22,8 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
 from megatron.adaptive.schedule.workload import StageTimes
 
+from ..multiprocess.launch import forking_every
+
 # Five microbatches in a group of three and one of two.
 GROUPS_OF_3 = """\
 rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 F0-3 B1-1 F0-4 B1-2 F1-3 B0-0 F1-4 B0-1 B0-2 B1-3 \
@@ -308,6 +310,7 @@ print("compared", compared)
 def test_interleaved_is_megatron_cores_order() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPARE_WITH_MEGATRON_CORE],
+        env=forking_every(),
         capture_output=True,
         text=True,
         check=False,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.forked_nodes.sitecustomize import fork_of, started
+from tests.multiprocess.forked_nodes.sitecustomize import fork_of, is_program, started
+from tests.multiprocess.launch import forking_every
 
 
 @pytest.fixture
@@ -35,3 +36,26 @@ def test_both_processes_must_have_started_when_the_file_says(
     program.kill()
     program.wait()
     assert fork_of(str(path), pid) is None
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+def test_lines_of_code_are_forked_with_what_is_imported(unbuffered: list[str]) -> None:
+    code = "import sys; print('torch' in sys.modules, __name__, sys.argv); sys.exit(3)"
+    done = subprocess.run(
+        [sys.executable, *unbuffered, "-c", code, "word"],
+        env=forking_every(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "True __main__ ['-c', 'word']\n"), done.stderr
+
+
+def test_processes_with_descriptors_of_their_own_are_not_forked() -> None:
+    assert is_program(["-m", "megatron.adaptive", "--version"])
+    assert is_program(["program.py", "--flag"])
+    assert not is_program(["-c", "from multiprocessing.spawn import spawn_main; spawn_main()"])
+    assert not is_program(["-I", "-S", "program.py"])
+    assert not is_program([])

@@ -156,7 +156,7 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
         transport.send(peer, label(number), torch.full(_HELD_SHAPE, float(number)))
         if number % ahead == ahead - 1 and number >= 2 * ahead:
             taken = wait(transport).label.action.microbatch + 1
-            if number % (20 * ahead) == ahead - 1:
+            if number % (6 * ahead) == ahead - 1:
                 excess.append(_held_messages() - (number + 1 - taken))
     return excess
 

@@ -30,8 +30,9 @@ from megatron.adaptive.config.schedule_specs import (
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap, with_rounding
+from megatron.adaptive.schedule.numba_kernels import is_loaded
 from megatron.adaptive.schedule.own_schedule import own_rule, own_schedule
-from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
+from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of, rule_of
 from megatron.adaptive.schedule.schedule import Schedule, check_num_microbatches, check_num_slices
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
@@ -44,7 +45,10 @@ ANNEALED = "annealed"
 Users cannot select this name. Steps with another number of microbatches run ``hinted`` instead.
 """
 _COMPILED_FROM = 20_000
-"""Number of actions above which compiling the simulation saves time."""
+"""Number of actions above which compiling the simulation saves time.
+
+Where the machine code is loaded already, a simulation of any length runs with it.
+"""
 Pace = tuple[float, float, float]
 """Times of a message, of B and of W, relative to the time of a stage's forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
@@ -442,7 +446,11 @@ def hint_for(
         link = Link(latency_s=latency)
         work = draw(placement, num_microbatches, times, link=link, num_slices=num_slices)
         num_actions = 3 * num_microbatches * num_slices * placement.num_stages
-        return candidate.simulate(work, compiled=num_actions >= _COMPILED_FROM)
+        policies = candidate.policies(num_microbatches)
+        shared = rule_of(policies)
+        is_fast = shared is not None and is_loaded(shared[0])
+        compiled = is_fast or num_actions >= _COMPILED_FROM
+        return candidate.simulate(work, compiled=compiled, policies=policies)
 
     rule = Candidate(
         name="adaptive", placement=placement, weight_pieces=1, cap=cap, num_slices=num_slices
@@ -467,7 +475,7 @@ def hint_codes(
     actions: list[Action] = []
     for action in order:
         if action.kind is not ActionKind.W:
-            actions.append(replace(action, paired=False))
+            actions.append(replace(action, paired=False) if action.paired else action)
         if action.piece == 0 and action.kind is (ActionKind.W if splits else ActionKind.B):
             actions += [
                 Action(ActionKind.W, action.chunk, action.microbatch, piece)

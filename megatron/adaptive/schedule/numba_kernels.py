@@ -36,7 +36,14 @@ def is_known(rule: Rule) -> bool:
     return getattr(runtime_rules, getattr(rule, "__name__", ""), None) is rule
 
 
-@lru_cache
+def is_loaded(rule: Rule) -> bool:
+    """Returns whether this process has the loop of this rule as machine code already.
+
+    Then even a short simulation is faster compiled.
+    """
+    return rule in _loops()
+
+
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
     """Returns ``simulator.run`` compiled with a rule of ``runtime_rules``.
 
@@ -47,7 +54,16 @@ def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
     Raises:
         ImportError: numba is not installed.
     """
-    return _bind(_MODULES, simulator.run, _jit(_MODULES, simulator.run, rule.__name__), rule=rule)
+    loops = _loops()
+    if rule not in loops:
+        make = _jit(_MODULES, simulator.run, rule.__name__)
+        loops[rule] = _bind(_MODULES, simulator.run, make, rule=rule)
+    return loops[rule]
+
+
+@lru_cache
+def _loops() -> dict[Rule, Callable[[simulator.World], int]]:
+    return {}
 
 
 def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[..., Any]:

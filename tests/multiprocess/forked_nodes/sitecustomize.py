@@ -2,9 +2,9 @@
 
 Imports take a node's fork server, ``torchrun`` or a rank of it seconds of processor time.
 With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
-be such a process hands its files to a server of the tests, which forks it, passes signals on, and
-ends as the forked one does. If it is killed, so is the forked one; without a server it stays what
-it is.
+be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, hands its files to a
+server of the tests. The server forks it, passes signals on, and ends as the forked one does. If it
+is killed, so is the forked one; without a server it stays what it is.
 
 Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``, also those
 on nodes with namespaces of their own.
@@ -39,6 +39,7 @@ LAUNCHERS = [
     ["-m", "pytest"],  # tests that a program under test runs
 ]
 SOCKET = "TESTS_NODE_FORKSERVERS"
+EVERY = "TESTS_FORK_EVERY"
 NAMESPACES = ("net", "uts", "mnt", "pid")
 PR_SET_NAME = 15
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -116,6 +117,17 @@ def is_launcher(command: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python``, start ranks."""
     by_name = bool(command) and command[0].endswith("/torchrun")
     return by_name or any(command[: len(launcher)] == launcher for launcher in LAUNCHERS)
+
+
+def is_program(command: list[str]) -> bool:
+    """Returns whether these words start a module, a script or lines of code in a new process.
+
+    Processes of ``multiprocessing`` inherit descriptors, which a forked one would not have.
+    """
+    if not command:
+        return False
+    is_code = command[0] == "-c" and "multiprocessing" not in command[1]
+    return is_code or command[0] == "-m" or command[0].endswith(".py")
 
 
 def serve(path: str) -> None:
@@ -241,9 +253,11 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
             from tests.labs.one_import import run
+            from tests.multiprocess.forked_rank import add_python_path
 
-            is_module = request["words"][0] == "-m"
-            sys.path[0] = os.getcwd() if is_module else os.path.dirname(request["words"][0])
+            add_python_path()
+            is_script = request["words"][0] not in ("-m", "-c")
+            sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
         else:
             # A test finds it by this name, which contains the number of the process that asked.
@@ -272,3 +286,7 @@ elif SOCKET in os.environ:
     elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
         # Slurm signals what its step has started: ranks of a launcher that is forked would miss it.
         ask([0, 1, 2], sys.orig_argv[1:])
+    elif EVERY in os.environ:
+        words = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
+        if is_program(words):
+            ask([0, 1, 2], words)
