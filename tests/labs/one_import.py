@@ -50,14 +50,14 @@ def main() -> int:
 def run(program: dict[str, Any]) -> int:
     """Runs a program in this process; returns its status."""
     os.environ.update(program["variables"])
-    words = program["words"]
+    arguments = program["words"]
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:

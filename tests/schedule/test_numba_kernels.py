@@ -60,11 +60,11 @@ def random_case(seed: int) -> tuple[Placement, int, Any, dict[str, Any]]:
     return placement, microbatches, workload, options
 
 
-def same(one: SimResult, other: SimResult) -> bool:
-    return one.peak_units == other.peak_units and all(
+def same(first: SimResult, second: SimResult) -> bool:
+    return first.peak_units == second.peak_units and all(
         np.array_equal(a, b)
         for field in ("codes", "starts_ps", "ends_ps")
-        for a, b in zip(getattr(one, field), getattr(other, field), strict=True)
+        for a, b in zip(getattr(first, field), getattr(second, field), strict=True)
     )
 
 
