@@ -199,9 +199,7 @@ class CopyingRank(_Rank):
 
     def measure(self, rounds: int) -> dict[str, Any]:
         return {
-            name: self.turns(
-                rounds, lambda is_on, each=each: self._window(is_on, each=each), "copying"
-            )
+            name: self.turns(rounds, partial(self._window, each=each), "copying")
             for name, each in (("each", True), ("tenth", False))
         }
 
@@ -256,6 +254,7 @@ class WatchedRank(_Rank):
             self._guard = HangGuard(
                 self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
+            assert run.wiring is not None
             evidence = run.wiring.executor.evidence
             self._guard.snapshot = lambda: {**run.tracing.now(), **evidence()}
 
