@@ -437,7 +437,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run it so.
+    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run that.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """
