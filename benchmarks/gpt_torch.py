@@ -183,7 +183,8 @@ class TorchRunner:
         return tokens, target, {"position_ids": join("position_ids"), "labels": join("labels")}
 
     def _loss(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return masked_loss(mask, losses)[0] / self._num_microbatches
+        total: torch.Tensor = masked_loss(mask, losses)[0]
+        return total / self._num_microbatches
 
     def _make_stage(self, chunk: int, stage: int) -> PipelineStage:
         length, size, _ = shape = payload_shape(self._run.job.config)

@@ -153,11 +153,9 @@ class DetailedRank(_Rank):
         self._traces = folder
         self._kind = kind
         tracing = self._run.tracing
-        self._meters = {
-            "layers": tracing.layers,
-            "collectives": tracing.collectives,
-            "evidence": tracing._counters,
-        }
+        self._layers = tracing.layers
+        self._collectives = tracing.collectives
+        self._counters = tracing._counters
 
     def measure(self, rounds: int) -> dict[str, Any]:
         self._window(False)
@@ -193,11 +191,11 @@ class DetailedRank(_Rank):
         # Without the counters of the machine a trace is as it was before there were any.
         tracing._counters = None
         if is_detailed and self._kind == "layers":
-            tracing.layers = self._meters["layers"]
+            tracing.layers = self._layers
         if is_detailed and self._kind == "collectives":
-            tracing.collectives = self._meters["collectives"]
+            tracing.collectives = self._collectives
         if is_detailed and self._kind == "evidence":
-            tracing._counters = self._meters["evidence"]
+            tracing._counters = self._counters
 
         def work() -> None:
             for _ in range(SHORT_WINDOW):
@@ -286,9 +284,7 @@ class CopyingRank(_Rank):
 
     def measure(self, rounds: int) -> dict[str, Any]:
         return {
-            name: self.turns(
-                rounds, lambda is_on, each=each: self._window(is_on, each=each), "copying"
-            )
+            name: self.turns(rounds, partial(self._window, each=each), "copying")
             for name, each in (("each", True), ("tenth", False))
         }
 
@@ -343,6 +339,7 @@ class WatchedRank(_Rank):
             self._guard = HangGuard(
                 self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
+            assert run.wiring is not None
             evidence = run.wiring.executor.evidence
             self._guard.snapshot = lambda: {**run.tracing.now(), **evidence()}
 

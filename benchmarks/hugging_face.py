@@ -306,7 +306,8 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    byte_of = {letter: byte for byte, letter in letter_of.items()}
     merged = [
         bytes(byte_of[letter] for letter in token)
         for token in sorted(vocabulary, key=vocabulary.__getitem__)

@@ -164,7 +164,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints; returns 1 if a goal is missed."""
-    parser = parser_of(__doc__, PARTS, "fewer turns")
+    parser = parser_of(__doc__, tuple(PARTS), "fewer turns")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the logs (1)")
     options = parser.parse_args(arguments)
     return measure({name: partial(part, options) for name, part in PARTS.items()}, options)

@@ -14,7 +14,6 @@ import itertools
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -149,10 +148,7 @@ def _seconds(work: Workload) -> dict[ActionKind, list[list[float]]]:
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
     """Runs every order for each number of sequences; returns seconds and largest memory."""
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks.emulated.ours import EmulatedStages
+    from benchmarks.emulated.ours import timed_step
     from benchmarks.emulated.work import RankWork
     from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers
 
@@ -166,7 +162,6 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
             if placement not in channels:
                 channels[placement] = Channels(placement, rank)
             drawn = draw(placement, count, profile_of(RANKS), num_slices=slices)
-            is_split = candidate.weight_pieces > 0
             state = RankState(
                 placement=placement,
                 rank=rank,
@@ -177,26 +172,16 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
                 num_slices=slices,
             )
             work = RankWork(placement, rank, _seconds(drawn), sleeper)
-            stages = EmulatedStages(work, placement, rank, split=is_split)
             policy = candidate.policies(count)[rank]
-            dist.barrier()
-            start_s = time.monotonic()
-            channels[placement].executor.run(stages, policy, state)
-            dist.barrier()
-            seconds = time.monotonic() - start_s
-            channels[placement].executor.finish_step()
-            work.check_complete()
-            peak = torch.tensor(float(state.peak_in_flight))
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-            order = str(candidate)
+            step = timed_step(channels[placement], work, policy, state)
             records.append(
                 {
                     "count": count,
                     "repeat": repeat,
                     "name": name,
-                    "order": order,
-                    "s": seconds,
-                    "peak": float(peak),
+                    "order": str(candidate),
+                    "s": step.seconds,
+                    "peak": step.peak,
                 }
             )
     for channel in channels.values():

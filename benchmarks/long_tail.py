@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,10 +120,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
     """Runs every way once for each seed; returns seconds and largest memory, in tokens."""
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks.emulated.ours import EmulatedStages
+    from benchmarks.emulated.ours import timed_step
     from benchmarks.emulated.work import RankWork
     from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers
 
@@ -155,18 +151,10 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
                 **options,
             )
             work = RankWork(placement, rank, way.seconds(), sleeper)
-            stages = EmulatedStages(work, placement, rank, split=way.in_v)
-            dist.barrier()
-            start_s = time.monotonic()
-            channels[placement].executor.run(stages, policy, state)
-            dist.barrier()
-            seconds = time.monotonic() - start_s
-            channels[placement].executor.finish_step()
-            work.check_complete()
-            peak = torch.tensor(state.peak_in_flight * mean * num_slices)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            unit = mean * num_slices
+            step = timed_step(channels[placement], work, policy, state, unit)
             records.append(
-                {"seed": seed, "way": name, "tokens": tokens, "s": seconds, "peak": float(peak)}
+                {"seed": seed, "way": name, "tokens": tokens, "s": step.seconds, "peak": step.peak}
             )
     for channel in channels.values():
         channel.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from harness.report import Row
 from harness.sleeping_ranks import IdleStages
@@ -49,7 +50,7 @@ def measure() -> list[Row]:
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
-        times_s[f"pick, {name}"] = _median(lambda name=name: _picks_s(name)), MOST_PICK
+        times_s[f"pick, {name}"] = _median(partial(_picks_s, name)), MOST_PICK
     times_s["executor's own work per action"] = _median(_executor_s), MOST_EXECUTOR
     return [
         Row(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,7 +269,7 @@ class Job:
 
     def step(self, number: int) -> tuple[float, float]:
         """Runs a step; returns its time in seconds, and the activations held at most."""
-        from benchmarks.emulated.ours import EmulatedStages
+        from benchmarks.emulated.ours import timed_step
         from benchmarks.emulated.work import RankWork
 
         way = self._way
@@ -303,18 +302,10 @@ class Job:
         )
         rows = stage_seconds(self._partition, images).tolist()
         work = RankWork(placement, self._position, dict.fromkeys(ActionKind, rows), self._sleeper)
-        stages = EmulatedStages(work, placement, self._position, split=way.is_rule)
-        dist.barrier()
-        start_s = time.monotonic()
-        self._channels.executor.run(stages, policy, state)
-        dist.barrier()
-        seconds = time.monotonic() - start_s
-        self._balance.end(self._channels.executor.finish_step())
-        work.check_complete()
         mean = float(layer_seconds(images).sum() / len(images)) / FORWARD_S
-        peak = torch.tensor(state.peak_in_flight * mean)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return seconds, float(peak)
+        step = timed_step(self._channels, work, policy, state, mean)
+        self._balance.end(step.times)
+        return step.seconds, step.peak
 
     def close(self) -> None:
         """Closes the channels; collective."""

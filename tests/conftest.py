@@ -23,13 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests have processes of their own, which their folders do not tell.
+# Files whose tests start processes, though their folders do not show it.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Tests that may run again after a failure, in one run of all.
 MOST_RERUNS = 3
 # Markers of suites that need packages or rights which a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# What takes minutes comes first: a file that starts last leaves the others idle.
+# Files that take minutes come first: one that starts last leaves the others idle.
 LONGEST_FIRST = (
     *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
     *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
@@ -98,8 +98,8 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 def _copy_machine_code(source: Path, target: Path) -> None:
     """Copies what is not there or holds less; other processes may do so as well."""
-    found = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
-    for path in found:
+    paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
+    for path in paths:
         there = target / path.name
         if not there.exists() or there.stat().st_size < path.stat().st_size:
             target.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # For real verbs: needs the library and its headers. Only what knows of verbs is compiled for it.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
-# What all test programs are linked with; needs no Python.
+# Folders of C++ sources that all test programs are linked with; they need no Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
 KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
@@ -34,8 +34,8 @@ class CppTests:
 
     Args:
         compiler: the program.
-        flags: what it is told besides ``BASICS``.
-        folder: where programs are put; one for each choice of flags.
+        flags: Flags of the compiler in addition to ``BASICS``.
+        folder: Folder for the programs; each choice of flags needs its own.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class CppTests:
 
 def compiler_or_skip() -> str:
     """Returns the C++ compiler; skips the test where there is none."""
-    found = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    if found is None:
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if compiler is None:
         import pytest  # benchmarks use this file without it
 
         pytest.skip("there is no C++ compiler")
-    return found
+    return compiler
 
 
 def cache_folder() -> Path:
@@ -132,6 +132,6 @@ def cache_folder() -> Path:
         try:
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()
-        except FileNotFoundError:  # by another checkout's tests
+        except FileNotFoundError:  # another checkout's tests removed it
             pass
     return folder

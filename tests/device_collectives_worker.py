@@ -55,9 +55,9 @@ def _gradients(*, distributed: bool, overlaps: bool) -> None:
         group.start_grad_sync()
     group.finish_grad_sync()
     for bucket in group.buckets:
-        found = torch.tensor(values(bucket.grad_data)).chunk(WORLD_SIZE)
-        parts = [found[rank]] if distributed else found
-        assert all(torch.equal(part, torch.full_like(part, 2.0)) for part in parts), found
+        buffer = torch.tensor(values(bucket.grad_data)).chunk(WORLD_SIZE)
+        parts = [buffer[rank]] if distributed else buffer
+        assert all(torch.equal(part, torch.full_like(part, 2.0)) for part in parts), buffer
 
 
 def _parameters() -> None:
@@ -99,21 +99,21 @@ def _pipeline(batched: bool) -> None:
 def _unequal_parts() -> None:
     """Parts of experts that several ranks share have different sizes."""
     rank, sizes = dist.get_rank(), [1, 2]
-    own = on_device(torch.full((sizes[rank], 2), rank + 1.0))
+    sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
     parts = [on_device(torch.zeros(size, 2)) for size in sizes]
     group = dist.group.WORLD  # accelerator.install() may have replaced the functions
-    group.allgather([parts], [own]).wait()
+    group.allgather([parts], [sent]).wait()
     assert [values(part) for part in parts] == [[[1.0, 1.0]], [[2.0, 2.0]] * 2]
-    group.reduce_scatter([own], [parts]).wait()
-    assert values(own) == [[2.0 * (rank + 1)] * 2] * sizes[rank]
+    group.reduce_scatter([sent], [parts]).wait()
+    assert values(sent) == [[2.0 * (rank + 1)] * 2] * sizes[rank]
 
 
 def _coalesced_lists() -> None:
     """Several tensors of several ranks are gathered in one call."""
     rank = dist.get_rank()
-    own = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
+    sent = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
     parts = [[on_device(torch.zeros(size)) for size in (1, 2)] for _ in range(WORLD_SIZE)]
-    dist.all_gather_coalesced(parts, own)
+    dist.all_gather_coalesced(parts, sent)
     assert [[values(part) for part in row] for row in parts] == [
         [[1.0], [1.0, 1.0]],
         [[2.0], [2.0, 2.0]],

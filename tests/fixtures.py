@@ -23,7 +23,7 @@ from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
 
 from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
-shorten_mock_data()  # as the ranks that these tests start have it
+shorten_mock_data()  # the ranks that these tests start do the same
 
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
 VOCAB_SIZE = 400
@@ -33,12 +33,12 @@ NUM_SOURCES = 60
 def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
     """Writes Python files of some hundred bytes each, always the same."""
     rng = random.Random(5)
-    words = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
+    names = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
     for number in range(count):
         path = folder / f"package_{number % 4}" / f"module_{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f'"""Module {number}: naïve ✓."""'] + [
-            f"def {rng.choice(words)}({rng.choice(words)}):\n    return {rng.randrange(10**6)}\n"
+            f"def {rng.choice(names)}({rng.choice(names)}):\n    return {rng.randrange(10**6)}\n"
             for _ in range(rng.randrange(4, 20))
         ]
         path.write_text("\n".join(lines), encoding="utf-8")
@@ -99,13 +99,13 @@ def make(worker: Any) -> Iterator[Callable[..., Any]]:
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:
-        given = {
+        settings = {
             f"--{name.replace('_', '-')}": None if value is None else str(value)
             for name, value in flags.items()
         }
-        if "--save" in given:
-            given["--save-interval"] = "1"
-        return worker.Training(jobs, given)
+        if "--save" in settings:
+            settings["--save-interval"] = "1"
+        return worker.Training(jobs, settings)
 
     yield build
     jobs.leave()

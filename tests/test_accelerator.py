@@ -26,13 +26,13 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs n
 @without_gpu
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_detect_without_cuda(backend: str | None) -> None:
-    found = detect(3, backend=backend)
-    assert found == Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
-    assert not found.is_cuda
-    assert isinstance(found.clock(), CpuClock)
+    detected = detect(3, backend=backend)
+    assert detected == Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
+    assert not detected.is_cuda
+    assert isinstance(detected.clock(), CpuClock)
     tensor = torch.ones(2)
-    assert found.to_device(tensor) is tensor
-    found.synchronize()
+    assert detected.to_device(tensor) is tensor
+    detected.synchronize()
 
 
 @without_gpu
@@ -67,10 +67,10 @@ def test_ranks_share_gpus_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    found = detect(local_rank)
-    assert two_gpus == [found.device] == [torch.device("cuda", index)]
-    assert found.backend == backend
-    assert found.is_cuda
+    detected = detect(local_rank)
+    assert two_gpus == [detected.device] == [torch.device("cuda", index)]
+    assert detected.backend == backend
+    assert detected.is_cuda
     assert detect(local_rank, backend="gloo").backend == "gloo"
 
 
@@ -79,8 +79,8 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
     """A new thread's current device is GPU 0, whichever the process computes on."""
     gpu = torch.device("cuda", 1)
     threads = [
-        threading.Thread(target=call, args=given)
-        for call, *given in (
+        threading.Thread(target=call, args=arguments)
+        for call, *arguments in (
             (Accelerator(device=gpu, backend="nccl", name="GPU").make_current,),
             (accelerator.make_current, gpu),
             (accelerator.make_current, torch.device("cpu")),
@@ -198,15 +198,17 @@ def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
     """Lets ranks that see one GPU each agree; ``gpus`` are the identities of these."""
-    own = threading.local()
+    current = threading.local()
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=own.identity)
+        torch.cuda,
+        "get_device_properties",
+        lambda device: types.SimpleNamespace(uuid=current.identity),
     )
     monkeypatch.setattr(device_collectives, "install", lambda: None)
     store = dist.HashStore()
 
     def agree(rank: int) -> Accelerator | SetupError:
-        own.identity = gpus[rank]
+        current.identity = gpus[rank]
         here = Accelerator(
             device=torch.device("cuda", 0), backend="gloo", name="GPU", asked_backend=asked
         )
@@ -223,17 +225,17 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     apart = agreed(["a", "b", "c"], monkeypatch)
-    assert [(one.backend, one.shares) for one in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
+    assert [(answer.backend, answer.shares) for answer in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
     # One backend for the whole job, also for a rank that has its GPU to itself.
     mixed = agreed(["a", "b", "a"], monkeypatch)
     expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
-    assert [(one.backend, one.shares) for one in mixed] == expected  # type: ignore[union-attr]
+    assert [(answer.backend, answer.shares) for answer in mixed] == expected  # type: ignore[union-attr]
 
 
 def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
-    assert {str(one) for one in refused} == {
+    assert {str(answer) for answer in refused} == {
         "--distributed-backend nccl: ranks 0, 2 share a GPU, and NCCL refuses two ranks on one: "
         "start 2 ranks, or leave the flag out or use gloo, with which ranks can share a GPU"
     }
-    assert all(one.backend == "nccl" for one in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]
+    assert all(answer.backend == "nccl" for answer in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

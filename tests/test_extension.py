@@ -168,7 +168,7 @@ class TestDecisionLog:
 
     def test_signal_handlers_run_during_a_wait(self, native: ModuleType) -> None:
         writer = native.DecisionLog.create(1, 1)
-        ready, told = os.pipe()
+        ready, write_end = os.pipe()
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
@@ -181,13 +181,13 @@ class TestDecisionLog:
             assert reader.next(SOON_S) == 1
             try:
                 signal.signal(signal.SIGINT, interrupt)
-                os.write(told, b".")
+                os.write(write_end, b".")
                 reader.next(PATIENT_S)
             except KeyboardInterrupt:
                 reader.abort(2)
 
         pid = in_child(follow)
-        os.close(told)
+        os.close(write_end)
         assert os.read(ready, 1) == b"."
         os.close(ready)
         deadline = time.monotonic() + PATIENT_S
@@ -301,7 +301,7 @@ def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
 
 
 class TestBuild:
-    """setup.py: what it builds where, and what it says when it cannot."""
+    """setup.py: the extension that it builds on each machine, and its messages if it cannot."""
 
     @staticmethod
     def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

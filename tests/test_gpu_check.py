@@ -33,9 +33,9 @@ json.dump({"rows": rows, "facts": {"gpus": 1}}, open(sys.argv[1], "w"))
 """
 
 
-def part(name: str, code: str, *words: str, **others: Any) -> Part:
+def part(name: str, code: str, *arguments: str, **others: Any) -> Part:
     limits = {"planned_s": 10.0, **others}
-    return Part(name=name, command=("{python}", "-c", code, *words), **limits)
+    return Part(name=name, command=("{python}", "-c", code, *arguments), **limits)
 
 
 def report(folder: Path) -> tuple[dict[str, Any], str]:
@@ -54,7 +54,7 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts with every kind of end; the folder tells their processes from others'."""
+    """Returns parts with every kind of end; their processes are found by the folder."""
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
@@ -116,7 +116,7 @@ def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> Non
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "has no torch" in done.stderr
     content, _ = report(tmp_path / "out")
-    assert {one["state"] for one in content["parts"][1:]} == {"left out"}
+    assert {entry["state"] for entry in content["parts"][1:]} == {"left out"}
     assert "nvidia-smi" in content
 
 
@@ -138,36 +138,36 @@ FAILED tests/gpu/test_one.py::test_b - assert 1 == 2
 
 def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run() -> None:
     for rehearse in (False, True):
-        found = parts(rehearse=rehearse)
-        assert len({one.name for one in found}) == len(found)
+        listed = parts(rehearse=rehearse)
+        assert len({part.name for part in listed}) == len(listed)
         on_one_gpu = [
-            one
-            for one in (set_up_part(), *found)
-            if {need for need, _ in one.needs} <= {"torch", "pytest", "gpus"}
+            part
+            for part in (set_up_part(), *listed)
+            if {need for need, _ in part.needs} <= {"torch", "pytest", "gpus"}
         ]
-        assert sum(one.planned_s for one in on_one_gpu) <= 560
+        assert sum(part.planned_s for part in on_one_gpu) <= 560
     assert on_one_gpu[0].planned_s == 30
-    # What is worth most comes first, and what may take the GPU down comes last.
-    assert [one.name for one in found] == (
+    # The most valuable parts come first, and parts that may break the GPU come last.
+    assert [part.name for part in listed] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
 
 
 def test_the_document_has_the_planned_seconds_of_each_part() -> None:
     text = (ROOT / "docs" / "gpu_check.md").read_text()
-    told = dict(re.findall(r"^\| `?([\w-]+)`? \| (\d+) s \|", text, re.MULTILINE))
-    told |= dict(re.findall(r"^\| `nccl`, `(te)` \| (\d+) s each", text, re.MULTILINE))
-    told["nccl"] = told["te"]
+    documented = dict(re.findall(r"^\| `?([\w-]+)`? \| (\d+) s \|", text, re.MULTILINE))
+    documented |= dict(re.findall(r"^\| `nccl`, `(te)` \| (\d+) s each", text, re.MULTILINE))
+    documented["nccl"] = documented["te"]
     planned = [set_up_part(), *parts(rehearse=False)]
-    assert told == {one.name: f"{one.planned_s:g}" for one in planned}
+    assert documented == {part.name: f"{part.planned_s:g}" for part in planned}
 
 
 def test_every_test_of_a_gpu_is_in_one_part() -> None:
     named = [
         word.partition("::")[0]
-        for one in parts(rehearse=False)
-        if one.tests
-        for word in one.command
+        for part in parts(rehearse=False)
+        if part.tests
+        for word in part.command
         if word.startswith("tests/gpu/")
     ]
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
@@ -177,21 +177,21 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
 
 
 def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() -> None:
-    found = chosen_parts(["memory", "pp1"], rehearse=False)
-    assert [one.name for one in found] == ["device", "pp1", "memory"]
+    chosen = chosen_parts(["memory", "pp1"], rehearse=False)
+    assert [part.name for part in chosen] == ["device", "pp1", "memory"]
 
 
 @pytest.mark.parametrize(
-    ("words", "rule"),
+    ("arguments", "rule"),
     [
         ("--parts pp3", "invalid choice: 'pp3'"),
         ("--minutes 0.1", "--minutes 0.1: give at least 0.5"),
         ("--pack nowhere", "--pack nowhere: it has no folder wheels; make it by scripts/gpu_pack"),
     ],
 )
-def test_bad_input_is_named(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(arguments: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(arguments.split())
     assert ended.value.code == 2
     assert rule in capsys.readouterr().err
 

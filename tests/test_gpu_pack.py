@@ -20,7 +20,7 @@ PINS = dict(
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
-    """Writes a wheel that holds nothing but what it requires."""
+    """Writes a wheel that holds nothing but its requirements."""
     stem = f"{name.replace('-', '_')}-{version}"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {need}" for need in needs]
@@ -45,10 +45,10 @@ def index(tmp_path: Path) -> Path:
     return folder
 
 
-def pack(index: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def pack(index: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     return subprocess.run(
-        ["bash", str(ROOT / "scripts" / "gpu_pack.sh"), *map(str, words)],
+        ["bash", str(ROOT / "scripts" / "gpu_pack.sh"), *map(str, arguments)],
         env={**variables, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,
@@ -127,7 +127,7 @@ def test_a_list_that_does_not_do_is_named(
 
 
 @pytest.mark.parametrize(
-    ("words", "rule"),
+    ("arguments", "rule"),
     [
         ("--pyton x", "unknown option '--pyton'"),
         ("--python", "--python: give a path with it"),
@@ -135,7 +135,7 @@ def test_a_list_that_does_not_do_is_named(
         (f"--python {sys.executable} --installed gone.txt", "--installed gone.txt: there is no"),
     ],
 )
-def test_bad_input_is_one_line(words: str, rule: str, tmp_path: Path) -> None:
-    done = pack(tmp_path, *words.split())
+def test_bad_input_is_one_line(arguments: str, rule: str, tmp_path: Path) -> None:
+    done = pack(tmp_path, *arguments.split())
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert rule in done.stderr

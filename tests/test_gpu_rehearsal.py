@@ -21,7 +21,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "gpu_check.json").read_text())
     page = (tmp_path / "gpu_check.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + page
-    states = {one["name"]: one["state"] for one in content["parts"]}
+    states = {part["name"]: part["state"] for part in content["parts"]}
     parts = "set-up device ipc equivalence pp1 pp2 memory resume v transports training others"
     assert set(states) == {*parts.split(), "nccl", "te", "oom"}
     # Without a GPU there is nothing to test of them, or not to run out of.

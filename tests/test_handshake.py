@@ -33,7 +33,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """A gate with what it let in and what it said."""
+    """A gate with the connections that it let in and its messages."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -68,9 +68,9 @@ class Door:
 
 @pytest.fixture
 def door() -> Iterator[Door]:
-    found = Door()
-    yield found
-    found.close()
+    door = Door()
+    yield door
+    door.close()
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
@@ -90,9 +90,9 @@ def test_messages_pass_both_ways(door: Door) -> None:
             with _thread(functools.partial(side.send, payload)):
                 assert far.receive() == payload
     sealed.send_memory(memoryview(b"a lot"), memoryview(b" of it"))
-    place = bytearray(11)
-    other.receive_memory(memoryview(place)[:5], memoryview(place)[5:])
-    assert place == b"a lot of it"
+    received = bytearray(11)
+    other.receive_memory(memoryview(received)[:5], memoryview(received)[5:])
+    assert received == b"a lot of it"
     with pytest.raises(ValueError, match="above the limit"):
         sealed.send(bytes(LONGEST + 1))
     assert door.said == []
@@ -159,7 +159,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
 
 
 class Recorder:
-    """Goes through a handshake with the right secret and keeps what it sent."""
+    """Goes through a handshake with the right secret and keeps the bytes that it sent."""
 
     def __init__(self, door: Door) -> None:
         shake = Handshake(SECRET, "test", visiting=True)
@@ -185,9 +185,9 @@ def test_a_crowd_that_holds_on_keeps_nobody_out(door: Door) -> None:
             stack.enter_context(socket.create_connection(door.place, WATCHDOG_S))
             for _ in range(100)
         ]
-        for one in crowd:
+        for stranger in crowd:
             with contextlib.suppress(ConnectionError):
-                one.sendall(b"M")
+                stranger.sendall(b"M")
         sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
         stack.enter_context(sealed.socket)
         assert door.came.get(timeout=WATCHDOG_S)
@@ -212,11 +212,11 @@ def test_nobody_is_let_in_without_a_secret() -> None:
 
 def test_what_listens_must_prove_the_secret_too() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        place = silent.getsockname()
+        address = silent.getsockname()
         with pytest.raises(StrangerError, match="did not prove"):
-            dial(place, SECRET, "test", 0.3)
+            dial(address, SECRET, "test", 0.3)
     with pytest.raises(ConnectionRefusedError):
-        dial(place, SECRET, "test", 0.3)
+        dial(address, SECRET, "test", 0.3)
 
 
 def test_an_address_of_this_machine_alone_is_listened_at() -> None:

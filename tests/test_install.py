@@ -1,4 +1,4 @@
-"""What pip does to an environment: this package comes in beside what is there, and changes nothing.
+"""Checks that pip adds this package to an environment without any change to the others.
 
 The packages are wheels made here: real pip decides by their names, versions and requirements. In an
 environment that runs the package, they refer to the modules of the Python that runs the tests.
@@ -84,7 +84,7 @@ class Environment:
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
 
-    def pip(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    def pip(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs pip without the settings of this machine, and without the checkout on its path.
 
         A checkout that was built holds ``megatron_adaptive.egg-info``, which pip would take for an
@@ -95,7 +95,7 @@ class Environment:
             for key, value in os.environ.items()
             if not key.startswith("PIP_") and key != "PYTHONPATH"
         }
-        command = [sys.executable, "-m", "pip", "--python", self.python, *words]
+        command = [sys.executable, "-m", "pip", "--python", self.python, *arguments]
         return subprocess.run(
             command,
             env={**variables, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
@@ -105,19 +105,19 @@ class Environment:
             timeout=120,
         )
 
-    def try_install(self, *words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    def try_install(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
         """Installs with a folder as the only index."""
-        return self.pip("install", "--no-index", "--find-links", folder, *words)
+        return self.pip("install", "--no-index", "--find-links", folder, *arguments)
 
-    def install(self, *words: str | Path, folder: Path) -> None:
-        done = self.try_install(*words, folder=folder)
+    def install(self, *arguments: str | Path, folder: Path) -> None:
+        done = self.try_install(*arguments, folder=folder)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs a program of the environment, far from the checkout."""
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         return subprocess.run(
-            [self.python.parent / words[0], *words[1:]],
+            [self.python.parent / command[0], *command[1:]],
             env=variables,
             cwd=self.python.parent,
             capture_output=True,
@@ -171,7 +171,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gives this package's wheel, without the extension: what it requires is the same."""
+    """Gives this package's wheel, without the extension: its requirements are the same."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -240,8 +240,8 @@ def test_constraints_that_cannot_be_met_are_named(
     write_wheel(tmp_path, "megatron-core", "0.14.0")
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("megatron-core==0.14.0")
-    words = ("-c", constraints, "--find-links", tmp_path, "megatron-adaptive")
-    done = empty.try_install(*words, folder=index)
+    arguments = ("-c", constraints, "--find-links", tmp_path, "megatron-adaptive")
+    done = empty.try_install(*arguments, folder=index)
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert f"megatron-adaptive {__version__} depends on megatron-core<0.21 and >=0.16.1" in said
@@ -322,10 +322,10 @@ def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     assert done.stdout.count("lm loss: ") == 2
 
 
-def run_with(path: Sequence[Path], *words: str) -> subprocess.CompletedProcess[str]:
+def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs this package's program with folders at the start of Python's path."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron.adaptive", *words],
+        [sys.executable, "-m", "megatron.adaptive", *arguments],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))},
         capture_output=True,
         text=True,

@@ -70,8 +70,8 @@ def pair(native: ModuleType) -> Iterator[tuple[Any, Any]]:
 
 def send(node: Any, peer: int, tensor: torch.Tensor, microbatch: int = 0) -> None:
     code = CODE_OF[tensor.dtype][0]
-    place = tensor.data_ptr(), tensor.nbytes, tensor
-    node.send(peer, 5, 1, 2, microbatch, code, 0, tuple(tensor.shape), *place)
+    memory = tensor.data_ptr(), tensor.nbytes, tensor
+    node.send(peer, 5, 1, 2, microbatch, code, 0, tuple(tensor.shape), *memory)
 
 
 def wait(node: Any, limit_s: float = PATIENT_S) -> Any:
@@ -143,7 +143,7 @@ class TestMessages:
         for number in range(3):
             send(low, 1, torch.full((4,), float(number)))
         first, second, third = (wait(high) for _ in range(3))
-        assert {type(one) for one in (first, second, third)} == {Mine}
+        assert {type(arrival) for arrival in (first, second, third)} == {Mine}
         kept = torch.ones(1)
         gone = weakref.ref(kept)
         first._label, third._settled = kept, kept

@@ -57,8 +57,8 @@ def anchors_of(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as mkdocs and GitHub form them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    words = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
-    return {re.sub(r"[-\s]+", "-", title) for title in words}
+    slugs = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
+    return {re.sub(r"[-\s]+", "-", title) for title in slugs}
 
 
 def sentences_of(text: str) -> list[str]:

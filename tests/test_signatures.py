@@ -1,4 +1,4 @@
-"""Checks that the package's types tell a reader and a type checker what a call takes.
+"""Checks that the package's types show a reader and a type checker the arguments of a call.
 
 An entry point such as ``Pipeline`` writes out its parameters, and passes them to a dataclass of
 settings, or to another function. The defaults and the descriptions are written in both places, and

@@ -1,7 +1,7 @@
 """One canary for each substitution that stands in for CUDA, and what they leave alone.
 
 A canary does the thing in megatron-core that needs its substitution. It must work with all of them
-and fail with all but its own; so a new release of torch or megatron-core says what it changed.
+and fail with all but its own; so they name the changes of a new release of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
-# Runs in processes of its own, forked where torch is loaded and nothing else: megatron-core must be
+# Runs in separate processes, forked from one that has loaded torch alone: megatron-core must be
 # imported after the substitutions, or before them, and only once for it takes seconds.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
@@ -294,7 +294,7 @@ NO_CUDA = (
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# What each canary answers, and a part of what it complains of.
+# Answer of each canary, and a part of its complaint.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -387,8 +387,8 @@ def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
-    """``torch.cuda.manual_seed`` was ``torch.manual_seed`` itself: torch's compiler tells functions
-    apart by identity, so torch 2.11 refused to load it ("Duplicate torch object")."""
+    """``torch.cuda.manual_seed`` was ``torch.manual_seed`` itself: torch's compiler knows functions
+    by identity, so torch 2.11 refused to load it ("Duplicate torch object")."""
     assert answers["shared"] == []
 
 

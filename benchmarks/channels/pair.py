@@ -140,11 +140,6 @@ class Process:
         return seconds
 
 
-def slots_of(nbytes: int) -> dict[str, int]:
-    """Returns size and number of slots of which each holds a whole message."""
-    return {"slot_bytes": max(4096, nbytes), "slots": max(2, min(8, _CHANNEL_BYTES // nbytes))}
-
-
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
     """Measures in a process with torch; returns its samples."""
     import torch
@@ -157,8 +152,11 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
         return torch.ones(nbytes, dtype=torch.uint8)
 
     def open_links(nbytes: int) -> dict[str, Link]:
+        # Each slot holds a whole message.
+        slots = max(2, min(8, _CHANNEL_BYTES // nbytes))
         links: dict[str, Link] = {
-            name: TransportLink(name, rank, **slots_of(nbytes)) for name in ("shm", "tcp")
+            name: TransportLink(name, rank, slot_bytes=max(4096, nbytes), slots=slots)
+            for name in ("shm", "tcp")
         }
         return {**links, "gloo": open_gloo(1 - rank, make_buffer)}
 

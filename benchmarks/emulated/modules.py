@@ -56,11 +56,11 @@ class EmulatedChunk(torch.nn.Module):
             # Real first stages compute gradients of inner layers, though none of their input.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
-        output = _Input.apply(received, self, microbatch)
+        output = _apply(_Input, received, self, microbatch)
         # Autograd runs the node first that was made last. This one must not depend on the input, or
         # W would be needed for the input's gradient.
-        side = _Weight.apply(self.weight, received.shape, self, microbatch)
-        return _Join.apply(output, side, self, microbatch)
+        side = _apply(_Weight, self.weight, received.shape, self, microbatch)
+        return _apply(_Join, output, side, self, microbatch)
 
     def prepare(self, work: RankWork) -> None:
         """Sets the work of the next step and clears the gradient."""
@@ -82,7 +82,7 @@ class EmulatedChunk(torch.nn.Module):
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
         """Returns a scalar whose backward pass starts that of the last stage."""
-        return _Loss.apply(output)
+        return _apply(_Loss, output)
 
 
 class PeerRunner:
@@ -127,6 +127,12 @@ class PeerRunner:
         """Checks the gradients of the weights; not timed."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
+
+
+def _apply(function: Any, *arguments: Any) -> torch.Tensor:
+    """Calls a function of autograd, for which torch declares no types."""
+    output: torch.Tensor = function.apply(*arguments)
+    return output
 
 
 class _Input(torch.autograd.Function):

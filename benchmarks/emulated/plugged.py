@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from harness.sleeping_ranks import DTYPE, WIDTH
 from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
-from megatron.adaptive.engine.weight_gradient import defer
+from megatron.adaptive.engine.weight_gradient import LayerCall, defer
 from megatron.adaptive.plugin.engines import Engines
 from megatron.adaptive.plugin.placement_patch import Placed
 from megatron.adaptive.plugin.settings import Settings
@@ -34,7 +35,7 @@ _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _Call(LayerCall):
     """One call of a chunk: the first runs its F and B, each runs an equal part of its W."""
 
     chunk: EmulatedChunk
@@ -105,14 +106,17 @@ class _Chunk(StepChunk):
     def prepare(self, work: RankWork) -> None:
         """Sets the work of the next step and clears the gradients."""
         self.work = work
-        for layer in self.layers:
+        for weight in self._weights():
             # megatron-core's wrapper of chunks has this attribute.
-            layer.weight.main_grad = torch.zeros_like(layer.weight)
+            weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
         """Checks the gradient of each call's weight."""
-        for layer in self.layers:
-            self.check_sum(layer.weight.main_grad, num_microbatches)
+        for weight in self._weights():
+            self.check_sum(weight.main_grad, num_microbatches)
+
+    def _weights(self) -> list[Any]:
+        return [layer.weight for layer in self.layers]
 
 
 class PluggedRunner(StepRunner):

@@ -81,7 +81,9 @@ class RankWork:
         self._due_s = 0.0  # time at which the last action should have ended
         self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
-        for stage in self._stages if delay_s is not None else []:
+        if delay_s is None:
+            return
+        for stage in self._stages:
             for kind, sender in ((ActionKind.F, stage - 1), (ActionKind.B, stage + 1)):
                 if 0 <= sender < placement.num_stages:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)

@@ -16,18 +16,18 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 @pytest.fixture
 def keepers() -> Iterator[list[SnapshotKeeper]]:
     """Those of two nodes: what the first is given, it sends to the second."""
-    found = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
-    buddy = Buddy(name="b", address="127.0.0.1", port=found[1].port)
-    found[0].prepare("run", "secret", buddy)
-    found[1].prepare("run", "secret", None)
-    yield found
-    for keeper in found:
+    pair = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
+    buddy = Buddy(name="b", address="127.0.0.1", port=pair[1].port)
+    pair[0].prepare("run", "secret", buddy)
+    pair[1].prepare("run", "secret", None)
+    yield pair
+    for keeper in pair:
         keeper.close()
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
     """What can be restored from these nodes."""
-    kept = [(str(at), one.inventory(within_s)) for at, one in enumerate(keepers)]
+    kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 
 

@@ -53,16 +53,18 @@ def make(folder: Path, family: str, targets: Any) -> None:
         fan_in_fan_out=family == "gpt2",
     )
     model = peft.get_peft_model(base, kind)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     with torch.no_grad():
-        for one in trained.values():
-            one.copy_(0.1 * torch.randn_like(one))
+        for parameter in trained.values():
+            parameter.copy_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder / "adapters")
     model.train()
     tokens = torch.randint(0, base.config.vocab_size, (MICROBATCHES, 1, 13))
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.1)
     losses: list[float] = []
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         each = []
@@ -72,13 +74,15 @@ def make(folder: Path, family: str, targets: Any) -> None:
             (loss / MICROBATCHES).backward()
             each.append(float(loss))
         losses.append(sum(each) / len(each))
-        if not found:
-            found = {
-                name.replace(".default", ""): one.grad.clone() for name, one in trained.items()
+        if not gradients:
+            gradients = {
+                name.replace(".default", ""): parameter.grad.clone()
+                for name, parameter in trained.items()
             }
         optimizer.step()
     save_file(
-        found | {"tokens": tokens, "losses": torch.tensor(losses)}, folder / "trained.safetensors"
+        gradients | {"tokens": tokens, "losses": torch.tensor(losses)},
+        folder / "trained.safetensors",
     )
 
 

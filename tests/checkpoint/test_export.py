@@ -104,10 +104,10 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 # ---- files
 
 
-def _train(folder: Path, words: str, world_size: int = 2) -> list[str]:
+def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
     """Trains a model; returns the loss of each iteration as it was printed."""
     log = folder / "train.log"
-    command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(words)]
+    command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
     return re.findall(r"lm loss: (\S+)", log.read_text())
 
@@ -125,25 +125,25 @@ def _adapters(checkpoints: Path, output: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v2"])
 def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Path) -> None:
-    given, saved = models / name / "adapters", tmp_path / "saved"
-    start = f"--load-hf {models / name} --load-lora {given} {_RUN} {_SHAPE}"
+    source, saved = models / name / "adapters", tmp_path / "saved"
+    start = f"--load-hf {models / name} --load-lora {source} {_RUN} {_SHAPE}"
     _train(tmp_path, f"{start} --lr 1e-30 --train-iters 2 --save {saved}")
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
-        assert (tmp_path / "out" / file).read_bytes() == (given / file).read_bytes()
+        assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
     # Nothing else is saved: the model is where it was.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
-        weights = [one for one in reader.tensors if not one.startswith("optimizer.")]
-        assert all(MARK in one for one in reader.tensors)
+        weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
+        assert all(MARK in name for name in reader.tensors)
     assert len(weights) == len(adapters) if name != "llama" else len(weights) < len(adapters)
     export_hf([str(saved), "--output", str(tmp_path / "merged"), "--merge-lora"])
-    before, after = (load_file(one / SINGLE) for one in (models / name, tmp_path / "merged"))
-    config = json.loads((given / ADAPTER_CONFIG).read_text())
+    before, after = (load_file(folder / SINGLE) for folder in (models / name, tmp_path / "merged"))
+    config = json.loads((source / ADAPTER_CONFIG).read_text())
     for key, weight in before.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in adapters:
-            first, second = (adapters[f"{module}.lora_{one}.weight"] for one in "AB")
+            first, second = (adapters[f"{module}.lora_{letter}.weight"] for letter in "AB")
             change = second @ first * (config["lora_alpha"] / config["r"])
             weight = weight + (change.t() if name == "gpt2" else change)
         assert torch.allclose(after[key], weight, atol=1e-6), key
@@ -158,19 +158,21 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
     again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
     assert _train(tmp_path, again) == whole[2:]
-    # In another shape, from the same checkpoint: as far as sums go in another order.
+    # Another shape continues from the same checkpoint; only the order of sums differs.
     other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
     _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
-    first, second = (_adapters(one, one.with_name(f"{one.name}-out")) for one in (once, twice))
+    first, second = (
+        _adapters(folder, folder.with_name(f"{folder.name}-out")) for folder in (once, twice)
+    )
     assert first.keys() == second.keys()
-    assert all(torch.equal(one, second[key]) for key, one in first.items())
-    assert any(one.count_nonzero() for key, one in first.items() if "lora_B" in key)
+    assert all(torch.equal(weight, second[key]) for key, weight in first.items())
+    assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
     # PEFT reads what is written without one of its own to start from.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
-    words = [str(models / "llama"), str(tmp_path / "once-out")]
-    done = subprocess.run([sys.executable, "-c", check, *words], capture_output=True)
+    arguments = [str(models / "llama"), str(tmp_path / "once-out")]
+    done = subprocess.run([sys.executable, "-c", check, *arguments], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -192,14 +194,16 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])
     with pytest.raises(CheckpointError, match="holds no adapters: leave --lora"):
         export_hf([str(tmp_path / "imported"), "--output", str(tmp_path / "no"), "--lora"])
-    before, after = (load_file(one / SINGLE) for one in (models / "llama", tmp_path / "whole"))
+    before, after = (
+        load_file(folder / SINGLE) for folder in (models / "llama", tmp_path / "whole")
+    )
     assert before.keys() == after.keys()
-    changed = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    changed = {key for key, weight in before.items() if not torch.equal(weight, after[key])}
     assert changed == {key for key in before if "proj" in key}
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (
             "--lora-targets q_prj",
@@ -212,20 +216,20 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
         ("--num-experts 4", "experts have no adapters here; name .*: q_proj,k_proj,v_proj,o_proj$"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
+def test_adapters_that_cannot_be_are_refused(flags: str, message: str) -> None:
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12"
     model += " --seq-length 12 --vocab-size 90 --swiglu --micro-batch-size 1 --train-iters 1"
-    given = f"{model} --lr 1e-3 --mock-data --lora-rank 4 {flags}".split()
-    with pytest.raises(ConfigError, match=words) as info:
-        parse(given, world_size=1, last_wins=True)
+    arguments = f"{model} --lr 1e-3 --mock-data --lora-rank 4 {flags}".split()
+    with pytest.raises(ConfigError, match=message) as info:
+        parse(arguments, world_size=1, last_wins=True)
     assert "\n" not in str(info.value)
-    without = given[: given.index("--lora-rank")]
+    without = arguments[: arguments.index("--lora-rank")]
     with pytest.raises(ConfigError, match="--lora-alpha 2 needs --lora-rank"):
         parse([*without, "--lora-alpha", "2"], world_size=1)
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"use_dora": True}, "use_dora True is not supported here"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
@@ -246,20 +250,20 @@ def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
-    keys: dict[str, object], words: str, tmp_path: Path
+    keys: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **keys}
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         adapter_settings(tmp_path, Base(family=built_in_families()["llama"], layers=4))
 
 
 @pytest.mark.multiprocess
 def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> None:
     log = tmp_path / "train.log"
-    words = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
-    words += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
-    command = ["-m", "megatron.adaptive", "train", "rank", *words.split()]
+    flags = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
+    flags += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
+    command = ["-m", "megatron.adaptive", "train", "rank", *flags.split()]
     assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
     assert re.search(r"error: .*.*lora_A.weight has shape \[.*\] there and", log.read_text())
 

@@ -47,7 +47,9 @@ def reseal(manifest: Path, **values: object) -> None:
     """Changes a manifest and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
-    manifest.write_text(sealed([f"{json.dumps(n)}: {json.dumps(one)}" for n, one in body.items()]))
+    manifest.write_text(
+        sealed([f"{json.dumps(n)}: {json.dumps(value)}" for n, value in body.items()])
+    )
 
 
 @pytest.fixture
@@ -256,7 +258,7 @@ def test_who_stands_still_while_it_clears_up_leaves_what_is_newer(folder: Checkp
         folder.lease = Lease(folder.path)
         folder.lease.claim()
         partials.append(folder.begin(10 * (number + 1)))
-    assert [one.is_dir() for one in partials] == [False, True]
+    assert [partial.is_dir() for partial in partials] == [False, True]
     folder.lease = Lease(folder.path)
     folder.lease.number = 1
     with pytest.raises(LeaseTakenError):
@@ -283,13 +285,13 @@ def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> 
     assert folder.open(10)[1]["step"] == 10
     folder.keep(2)
     folder.abandon(200_000_000)
-    names = sorted(one.name for one in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step_00000010", "step_100000000"]
 
 
 def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
     folder = PipelineFolder(tmp_path)
-    # As between the two renames of a commit.
+    # This is the state between the two renames of a commit.
     write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         folder.open(None)
@@ -327,9 +329,12 @@ def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: boo
     assert folder.verify(10) == []
     saved = Saved(folder=str(tmp_path), step=10, is_pipeline=is_pipeline)
     for seed in range(500):
-        with damaged([saved], seed) as (_, names, what):
-            found = folder.verify(10)
-            assert any(name in one for one in found for name in names), (what, found)
+        with damaged([saved], seed) as (_, names, damage):
+            complaints = folder.verify(10)
+            assert any(name in complaint for complaint in complaints for name in names), (
+                damage,
+                complaints,
+            )
             if not all(name.endswith(".distcp") for name in names):
                 with pytest.raises(DamagedCheckpointError, match="|".join(map(re.escape, names))):
                     folder.open(10)
@@ -414,7 +419,7 @@ def test_of_former_versions_times_tell_what_was_written_last(folder: CheckpointF
         manifest = write_checkpoint(folder, iteration) / "manifest.json"
         body = json.loads(manifest.read_text())
         del body["checksum"], body["follows"]
-        lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in body.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
         manifest.write_text(sealed(lines))
         os.utime(manifest, (time_s, time_s))
     (folder.path / TRACKER).write_text("10")

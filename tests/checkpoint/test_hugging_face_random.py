@@ -48,22 +48,22 @@ class Answering:
             size = self.world_size
             self._ranks = Ranks(command, world_size=size, log=self._log, limit_s=3000.0)
         number, read = next(self._numbers), self._log.stat().st_size
-        words = ["--load-hf", str(model), *flags]
+        arguments = ["--load-hf", str(model), *flags]
         order = self._here / "next"
-        order.write_text(json.dumps({"model": str(model), "flags": words}))
+        order.write_text(json.dumps({"model": str(model), "flags": arguments}))
         order.rename(self._here / f"{number}.json")
         end_s = time.monotonic() + LIMIT_S
         while not (self._here / f"{number}.done").exists():
             if self._ranks.wait(0.005) or time.monotonic() > end_s:
                 self.close()
                 raise AssertionError(tail(self._log))
-        found: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for line in self._log.read_text()[read:].splitlines():
             kind, *others = line.split() or [""]
             if kind in ("LOGITS", "GRADIENTS"):
                 gap = float(others[0])
-                found[kind] = max(found.get(kind, 0.0), math.inf if math.isnan(gap) else gap)
-        return found
+                largest[kind] = max(largest.get(kind, 0.0), math.inf if math.isnan(gap) else gap)
+        return largest
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -94,7 +94,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
     """Returns the shapes of so many ranks: TP x PP x chunks x EP."""
-    found = []
+    listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
             continue
@@ -108,8 +108,8 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
                 experts = [*experts, "--expert-tensor-parallel-size", "1"]
             for kind in ("v", "loop", None)[0 if pipeline > 1 else 2 :]:
                 chunks = ["--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-placement"]
-                found.append([*mesh, *experts, *([*chunks, kind] if kind else [])])
-    return found
+                listed.append([*mesh, *experts, *([*chunks, kind] if kind else [])])
+    return listed
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
@@ -159,9 +159,9 @@ def test_random_models_are_those_of_transformers(
             assert file.read_bytes() == (model / file.name).read_bytes(), file.name
         both = [alone.gaps(model, []), ranks.gaps(model, flags)]
         for kind, limit in (("LOGITS", LOGITS), ("GRADIENTS", GRADIENTS)):
-            found = max(one[kind] for one in both)
-            worst[kind] = max(worst.get(kind, 0.0), found)
-            assert found < limit, (sizes, flags)
+            largest = max(gaps[kind] for gaps in both)
+            worst[kind] = max(worst.get(kind, 0.0), largest)
+            assert largest < limit, (sizes, flags)
 
     check()
     print(f"WORST {name}: {next(numbers)} models, {worst}")

@@ -52,7 +52,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model of each family and what it computes."""
+    """A folder with a small model of each family and its outputs."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -165,9 +165,9 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
     _change(folder, quantization_config=kind, dtype="bfloat16")
     import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
     export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
-    found = load_file(tmp_path / "out" / SINGLE)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    exported = load_file(tmp_path / "out" / SINGLE)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -182,11 +182,11 @@ def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
     more += " --save-interval 1"
-    words = [str(PRETRAIN), *flags, *more.split()]
-    assert run_ranks(words, world_size=1, log=tmp_path / "log", limit_s=200.0) == 0
+    command = [str(PRETRAIN), *flags, *more.split()]
+    assert run_ranks(command, world_size=1, log=tmp_path / "log", limit_s=200.0) == 0
     export_hf([str(tmp_path / "own"), "--output", str(tmp_path / "out")])
-    theirs = (models / "llama" / "config.json").read_bytes()
-    assert (tmp_path / "out" / "config.json").read_bytes() == theirs
+    config = (models / "llama" / "config.json").read_bytes()
+    assert (tmp_path / "out" / "config.json").read_bytes() == config
     assert (
         load_file(tmp_path / "out" / SINGLE).keys() == load_file(models / "llama" / SINGLE).keys()
     )
@@ -203,21 +203,21 @@ def test_shards_and_index_are_those_of_transformers(
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
     import_hf([str(tmp_path / "theirs"), "--output", str(tmp_path / "checkpoint")])
-    words = [str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
-    export_hf([*words, "--shard-gb", "7e-6"])
-    names = {one.name for one in (tmp_path / "theirs").iterdir()}
-    assert {one.name for one in (tmp_path / "out").iterdir()} == names
+    arguments = [str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
+    export_hf([*arguments, "--shard-gb", "7e-6"])
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for file in names:
-        ours, theirs = ((tmp_path / one / file).read_bytes() for one in ("out", "theirs"))
-        assert ours == theirs, file
+        exported, expected = ((tmp_path / name / file).read_bytes() for name in ("out", "theirs"))
+        assert exported == expected, file
     caplog.clear()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not caplog.records
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
-# What the published files say, beside keys without effect.
+# Keys of the published files, beside keys without effect.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -379,7 +379,7 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("break_it", "words"),
+    ("break_it", "message"),
     [
         (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
         (_cut, "model.safetensors is cut or damaged .*copy it again"),
@@ -402,19 +402,19 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
     ],
 )
 def test_folders_that_are_not_whole_are_refused(
-    break_it: Callable[[Path], object], words: str, models: Path, tmp_path: Path
+    break_it: Callable[[Path], object], message: str, models: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "llama"
     shutil.copytree(models / "llama", folder)
     break_it(folder)
-    with pytest.raises(AdaptiveError, match=words) as info:
+    with pytest.raises(AdaptiveError, match=message) as info:
         import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
     assert "\n" not in str(info.value)
     assert not list((tmp_path).glob("checkpoint/iter_*"))
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "words"),
+    ("name", "keys", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' .* nearest is silu"),
         ("llama", {"attention_bias": True}, "attention_bias True asks for a bias of the output"),
@@ -465,11 +465,11 @@ def test_folders_that_are_not_whole_are_refused(
     ],
 )
 def test_what_the_layers_lack_is_refused_by_its_key(
-    name: str, keys: dict[str, Any], words: str, models: Path, tmp_path: Path
+    name: str, keys: dict[str, Any], message: str, models: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text((models / name / "config.json").read_text())
     _change(tmp_path, **keys)
-    with pytest.raises(ConfigError, match=words) as info:
+    with pytest.raises(ConfigError, match=message) as info:
         load_config(tmp_path)
     assert "\n" not in str(info.value)
 
@@ -495,8 +495,8 @@ RECIPE = {
 }
 
 
-def _read(recipe: dict[str, Any], *words: str) -> TrainerConfig:
-    flags = read_recipe(recipe, [*words], "recipe.yaml").flags
+def _read(recipe: dict[str, Any], *changes: str) -> TrainerConfig:
+    flags = read_recipe(recipe, [*changes], "recipe.yaml").flags
     return parse(flags, world_size=1, needs_data=False)
 
 
@@ -509,9 +509,9 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
         world_size=1,
     )
     for group in ("model", "core"):
-        ours, theirs = (vars(getattr(one, group)) for one in (config, expected))
-        changed = {key: value for key, value in ours.items() if value != theirs[key]}
-        # What is of training stays that of the recipe.
+        values, references = (vars(getattr(settings, group)) for settings in (config, expected))
+        changed = {key: value for key, value in values.items() if value != references[key]}
+        # Settings of the training stay those of the recipe.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
     with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts --load-hf .* says 4: leave"):
@@ -555,7 +555,7 @@ def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("base: [1, 2]", r"recipe.yaml: base is \[1, 2\]: it must be the name of a file"),
         ("base: 5", "recipe.yaml: base is 5: it must be the name of a file"),
@@ -566,20 +566,20 @@ def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     ],
 )
 def test_a_base_that_is_no_recipe_is_named(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     (tmp_path / "list.yaml").write_text("[1, 2]")
     (tmp_path / "two.yaml").write_text("base: list.yaml")
     assert train([str(tmp_path / "recipe.yaml"), "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(words, line)
+    assert re.search(message, line)
 
 
 def test_a_dry_run_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("pretrain", "finetune", "lora"):
-        words = [str(RECIPES / "qwen3-0.6b.yaml"), f"task={task}", "gpus=8", "--dry-run"]
-        assert train(words) == 0
+        arguments = [str(RECIPES / "qwen3-0.6b.yaml"), f"task={task}", "gpus=8", "--dry-run"]
+        assert train(arguments) == 0
         assert "num_layers: 28" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no data is given"):
         parse(read_recipe(load_recipe(RECIPES / "qwen3-0.6b.yaml"), [], "x").flags, world_size=1)

@@ -42,8 +42,8 @@ def manifest(
 
 def test_every_shape_of_one_model_fits() -> None:
     saved = manifest(settings("--tensor-model-parallel-size 2", world_size=2), 256)
-    own = settings("--pipeline-model-parallel-size 2 --partition 0-4 --bf16", world_size=2)
-    require_same_model(saved, own, 128, "x")
+    present = settings("--pipeline-model-parallel-size 2 --partition 0-4 --bf16", world_size=2)
+    require_same_model(saved, present, 128, "x")
 
 
 @pytest.mark.parametrize(

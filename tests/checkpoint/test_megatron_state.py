@@ -85,7 +85,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.zeros(16, dtype=torch.uint8),  # as a GPU's generator has it
+        "device": torch.zeros(16, dtype=torch.uint8),  # size of a GPU generator's state
         "tracker": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
     }
     load_rng(state)

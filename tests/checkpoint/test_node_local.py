@@ -26,7 +26,11 @@ Make = Callable[..., Any]
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the trainer warned of."""
-    return [one.getMessage() for one in caplog.records if one.name.startswith("megatron.adaptive")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("megatron.adaptive")
+    ]
 
 
 def test_every_file_is_copied_once_by_one_that_has_it() -> None:
@@ -34,9 +38,9 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
     first, second = {"a": 1, "b": 2, "c": 3}, {"a": 1, "d": 4}
     shares = share_out([first, first, second], files)
     assert shares is not None
-    assert sorted(name for own in shares for name in own) == ["a", "b", "c", "d"]
-    for own, has in zip(shares, [first, first, second], strict=True):
-        assert set(own) <= set(has)
+    assert sorted(name for share in shares for name in share) == ["a", "b", "c", "d"]
+    for share, has in zip(shares, [first, first, second], strict=True):
+        assert set(share) <= set(has)
     assert shares[2] == ["d"]
     assert all(shares)
     assert share_out([first], files) is None
@@ -108,20 +112,20 @@ def test_training_goes_on_while_the_copy_lags(
     losses = make().learn(0, 6)
     saved = tmp_path / "saved"
     run = make(save=saved, save_local=tmp_path / "disk", keep_checkpoints=1)
-    found = run.learn(0, 2)
+    learned = run.learn(0, 2)
     run.checkpoints.save(worker.progress(2), behind=True)
-    found += run.learn(2, 3)
+    learned += run.learn(2, 3)
     run.checkpoints.save(worker.progress(3), behind=True)
-    found += run.learn(3, 4)
+    learned += run.learn(3, 4)
     run.checkpoints.save(worker.progress(4), behind=True)
-    assert found + run.learn(4, 6) == losses
+    assert learned + run.learn(4, 6) == losses
     run.checkpoints.saver.finish()
     assert run.checkpoints.saver.completed() is None
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
         assert f"iteration {iteration} stays on the nodes' own disks: one before" in line
-    # That which is being copied stays beside those that are to be kept.
+    # The checkpoint that is being copied stays, beside those to keep.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
     with pytest.raises(CheckpointError, match=r"the copy of iteration 2 to .* did not end within"):
@@ -152,7 +156,7 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     run.checkpoints.save(worker.progress(1))
     run.step(1)
     run.checkpoints.save(worker.progress(2))
-    shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
+    shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # the copy never arrived
     (saved / TRACKER).write_text("1")
 
     def slowly(pieces: Iterator[None]) -> bool:
@@ -197,7 +201,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(warned(caplog)) == 3  # of each try
+    assert len(warned(caplog)) == 3  # one per try
     outer.unlink()
     run.checkpoints.saver.drain()  # the last one goes there after all
     assert CheckpointFolder(outer / "saved").latest() == 2
@@ -263,20 +267,20 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     run.checkpoints.save(worker.progress(1))
     run.step(1)
     run.checkpoints.save(worker.progress(3))
-    own = run.local._folder
+    local = run.local._folder
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
     (saved / TRACKER).write_text("1")
     again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
     assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
     again.step(5)
     again.checkpoints.save(worker.progress(2))
-    assert list(own.steps()) == [1, 2]
+    assert list(local.steps()) == [1, 2]
     # Another saving of the same iteration, of which this disk knows nothing.
     state = again.state()
-    path = own.complete_path(2) / "local.json"
+    path = local.complete_path(2) / "local.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "save_id": "another"}))
-    for one in own.complete_path(2).glob("*.distcp"):
-        one.write_bytes(bytes(one.stat().st_size))
+    for file in local.complete_path(2).glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
     last = make(save=saved, load=saved, save_local=disk)
     assert last.resume() == worker.progress(2)
     worker.require_equal(last.state(), state, "loaded")

@@ -103,27 +103,27 @@ def test_its_weights_come_in_and_go_out_again(aurora: Path) -> None:
     (aurora / "qwen" / "config.json").write_text(json.dumps(QWEN))
     save_file(renamed, aurora / "qwen" / SINGLE)
     import_hf([str(aurora / "qwen"), "--output", "same"])
-    found, expected = core_tensors(aurora / "imported"), core_tensors(aurora / "same")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    imported, expected = core_tensors(aurora / "imported"), core_tensors(aurora / "same")
+    assert imported.keys() == expected.keys()
+    assert all(torch.equal(imported[name], expected[name]) for name in imported)
 
 
 def test_its_settings_are_those_of_the_class(aurora: Path) -> None:
-    words = ["--load-hf", "model", "--hf-family", "aurora:Aurora"]
-    config = parse([*RUN, *words], world_size=1)
+    flags = ["--load-hf", "model", "--hf-family", "aurora:Aurora"]
+    config = parse([*RUN, *flags], world_size=1)
     assert config.model.num_layers == LAYERS
     assert config.model.qk_layernorm
     assert config.model.norm_epsilon == 1e-5
     assert config.core.softmax_scale == 0.5
     assert config.data.vocab_size == VOCABULARY
     with pytest.raises(ConfigError, match="--num-layers 3 contradicts --load-hf model"):
-        parse([*RUN, *words, "--num-layers", "3"], world_size=1)
+        parse([*RUN, *flags, "--num-layers", "3"], world_size=1)
     with pytest.raises(ConfigError, match="model_type 'aurora' is not known"):
         parse([*RUN, "--load-hf", "model"], world_size=1)
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
     sizes += " --max-position-embeddings 8 --vocab-size 40"
     with pytest.raises(ConfigError, match="--hf-family .* needs --load-hf"):
-        parse([*RUN, *words[2:], *sizes.split()], world_size=1)
+        parse([*RUN, *flags[2:], *sizes.split()], world_size=1)
 
 
 def test_a_recipe_takes_its_settings_from_the_folder(aurora: Path) -> None:
@@ -138,7 +138,7 @@ def _change(folder: Path, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"sparse_attention": True}, "sparse_attention True asks for attention to chosen tokens"),
         ({"other": 1}, "other 1 asks for something unknown"),
@@ -149,16 +149,16 @@ def _change(folder: Path, **keys: Any) -> None:
     ],
 )
 def test_a_key_that_it_does_not_support_is_named(
-    keys: dict[str, Any], words: str, aurora: Path
+    keys: dict[str, Any], message: str, aurora: Path
 ) -> None:
     _change(aurora, **keys)
-    with pytest.raises(ConfigError, match=words) as info:
+    with pytest.raises(ConfigError, match=message) as info:
         load_config(aurora / "model", "aurora:Aurora")
     assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "words"),
+    ("name", "change", "message"),
     [
         ("aurora:Boreas", ("", ""), "aurora.py has no 'Boreas'"),
         ("nowhere:Aurora", ("", ""), "module 'nowhere' cannot be imported"),
@@ -178,13 +178,13 @@ def test_a_key_that_it_does_not_support_is_named(
     ],
 )
 def test_a_class_that_is_wrong_is_named(
-    name: str, change: tuple[str, str], words: str, aurora: Path
+    name: str, change: tuple[str, str], message: str, aurora: Path
 ) -> None:
     path = aurora / "aurora.py"
     if change[0]:
         assert change[0] in path.read_text()
         path.write_text(path.read_text().replace(*change))
-    with pytest.raises(ConfigError, match=words) as info:
+    with pytest.raises(ConfigError, match=message) as info:
         load_config(aurora / "model", name)
     assert "\n" not in str(info.value)
 

@@ -21,10 +21,10 @@ HEAD = {"extra_bytes": 64, "sent_bytes": 128, "tensor_bytes": 256, "needs": [], 
 
 @pytest.fixture
 def keeper() -> Iterator[SnapshotKeeper]:
-    found = SnapshotKeeper("127.0.0.1")
-    found.prepare("run", SECRET, None)
-    yield found
-    found.close()
+    made = SnapshotKeeper("127.0.0.1")
+    made.prepare("run", SECRET, None)
+    yield made
+    made.close()
 
 
 class Sender:
@@ -57,7 +57,7 @@ class Sender:
 
 
 def steps_of(keeper: SnapshotKeeper) -> list[list[int]]:
-    return [one["steps"] for one in keeper.inventory(10.0)]
+    return [copy["steps"] for copy in keeper.inventory(10.0)]
 
 
 def test_a_step_counts_once_all_of_it_has_come(keeper: SnapshotKeeper) -> None:
@@ -86,14 +86,14 @@ def test_strangers_and_others_runs_are_refused(
         stranger.sendall(b"GET / HTTP/1.1\n" * 9)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    with pytest.raises(ConnectionError):  # of this job, and of another manager's start
+    with pytest.raises(ConnectionError):  # another job, or another start of the manager
         Sender(keeper, run="other").sealed.receive()
     assert steps_of(keeper) == []
-    keeper.prepare("", "", None)  # as before a job begins
+    keeper.prepare("", "", None)  # the state before a job begins
     for secret in ("", SECRET):
         with pytest.raises(StrangerError):
             Sender(keeper, secret, run="")
     keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
-    keeper.prepare("the next run", SECRET, None)  # what was kept for the last one is forgotten
+    keeper.prepare("the next run", SECRET, None)  # the former job's copies are dropped
     assert keeper.inventory(0.0) == []

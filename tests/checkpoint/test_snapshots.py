@@ -122,7 +122,7 @@ def test_a_step_that_is_not_whole_does_not_count(
     assert copies.now._file is not None
     copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    copies.now._file.begin(1, 4)  # with both in vain there is still what was sent
+    copies.now._file.begin(1, 4)  # both local copies are lost, the one that was sent is left
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
     copies.now.close()
@@ -195,7 +195,7 @@ def test_replicas_on_one_node_share_the_copying() -> None:
     ranks = [rank("a", "v", "w", "x", "y") for _ in range(2)]
     plan = make_plan(ranks)
     assert plan.tensor_bytes == [2 * MIB, 2 * MIB] == plan.sent_bytes
-    first, second = (set(plan.copied_by(at, one)) for at, one in enumerate(ranks))
+    first, second = (set(plan.copied_by(index, rank)) for index, rank in enumerate(ranks))
     assert first | second == set(ranks[0].parts)
     assert not first & second
 
@@ -226,8 +226,8 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     why = why_not(plan, short, None)
     assert why is not None
     assert "on the machine of node z, which has 0.00488 GiB left" in why
-    # What is enough for one node is not for two on the same machine.
-    both = [dataclasses.replace(one, machine="m", available_bytes=8 * MIB) for one in ranks]
+    # The memory is enough for one node, but not for two on the same machine.
+    both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None
 
 

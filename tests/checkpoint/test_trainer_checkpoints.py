@@ -116,7 +116,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """The run goes on as it would have; without trust one line refuses what holds pickles."""
+    """The run continues with the same losses; without trust, files with pickles are refused."""
     flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # drawn from other states
     run = make(**flags)
     run.learn(0, 3)
@@ -275,11 +275,11 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
         pytest.skip("needs /proc")
 
     def count() -> int:
-        found = 0
+        total = 0
         for task in children.iterdir():
             with contextlib.suppress(OSError):  # a thread that ended meanwhile
-                found += len((task / "children").read_text().split())
-        return found
+                total += len((task / "children").read_text().split())
+        return total
 
     before = count()
     make(save=tmp_path).checkpoints.save(worker.progress(1))
@@ -341,14 +341,14 @@ def test_another_schedule_of_the_learning_rate_is_refused_unless_told_which(
     ways = "--override-opt-param-scheduler .* or --use-checkpoint-opt-param-scheduler"
     with pytest.raises(CheckpointError, match=f"--lr: 0.01 in the checkpoint, 0.02 here.*{ways}"):
         make(load=saved, lr="2e-2").checkpoints.load()
-    own = make(load=saved, lr="2e-2", override_opt_param_scheduler=None)
-    own.checkpoints.load()
+    overriding = make(load=saved, lr="2e-2", override_opt_param_scheduler=None)
+    overriding.checkpoints.load()
     other = make(load=saved, lr="2e-2", use_checkpoint_opt_param_scheduler=None)
     other.checkpoints.load()
     same = make(load=saved)
     same.checkpoints.load()
-    assert own.state()["group 0 max_lr"] == torch.tensor(2e-2)
-    assert own.state()["group 0 lr"] > 1.5e-2
+    assert overriding.state()["group 0 max_lr"] == torch.tensor(2e-2)
+    assert overriding.state()["group 0 lr"] > 1.5e-2
     assert other.state()["group 0 lr"] == same.state()["group 0 lr"]
     assert other.state()["group 0 max_lr"] == torch.tensor(1e-2)
 

@@ -29,15 +29,15 @@ FLAGS: list[dict[str, str | None]] = [
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for each checkpoint for which ranks agreed on who writes what."""
-    found: list[str] = []
+    planned: list[str] = []
     share_out = ShardWriter._share_out
 
-    def counted(*given: Any) -> None:
-        found.append("planned")
-        share_out(*given)
+    def counted(*arguments: Any) -> None:
+        planned.append("planned")
+        share_out(*arguments)
 
     monkeypatch.setattr(ShardWriter, "_share_out", counted)
-    return found
+    return planned
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _random_states() -> Iterator[None]:
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
     """The files of a checkpoint."""
     path = CheckpointFolder(folder).complete_path(iteration)
-    return {one.name: one.read_bytes() for one in path.iterdir()}
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:

@@ -129,40 +129,40 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    kind, own = FAMILIES[name]
+    kind, own_sizes = FAMILIES[name]
     sizes = {} if name == "gpt2" else dict(_SIZES)
     if name == "gpt_neox":
         del sizes["num_key_value_heads"]
     torch.manual_seed(seed)
     plain = {key: _SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
-    config = getattr(transformers, kind)(**{**plain, **sizes, **own, **more})
+    config = getattr(transformers, kind)(**{**plain, **sizes, **own_sizes, **more})
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for key, one in model.named_parameters():
+        for key, tensor in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
-                one.add_(0.2 * torch.randn_like(one))
-        for key, one in model.named_buffers():
+                tensor.add_(0.2 * torch.randn_like(tensor))
+        for key, tensor in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
-                one.copy_(0.2 * torch.randn_like(one))
+                tensor.copy_(0.2 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     tokens = torch.randint(0, config.vocab_size, (4, 13))
-    given, labels, entropy = tokens[:, :-1], tokens[:, 1:], torch.nn.functional.cross_entropy
-    logits, parameters = model(given).logits, dict(model.named_parameters())
+    inputs, labels, entropy = tokens[:, :-1], tokens[:, 1:], torch.nn.functional.cross_entropy
+    logits, parameters = model(inputs).logits, dict(model.named_parameters())
     loss = entropy(logits.flatten(0, 1), labels.flatten())
-    found = {"tokens": tokens, "logits": logits}
+    tensors = {"tokens": tokens, "logits": logits}
     if config.to_dict().get("num_nextn_predict_layers") and more:
-        added, predicted = _add_prediction(model, given, folder)
+        added, predicted = _add_prediction(model, inputs, folder)
         further = entropy(predicted[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss, parameters = loss + SHARE_OF_FURTHER * further, parameters | added
-        found["predicted"] = predicted
+        tensors["predicted"] = predicted
     loss.backward()
     gradients = {
-        key: torch.zeros_like(one) if one.grad is None else one.grad
-        for key, one in parameters.items()
+        key: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for key, tensor in parameters.items()
     }
-    found |= revert_weight_conversion(model, gradients)
-    copies = {key: one.detach().contiguous().clone() for key, one in found.items()}
+    tensors |= revert_weight_conversion(model, gradients)
+    copies = {key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}
     save_file(copies, folder / "expected.safetensors")
 
 
@@ -179,39 +179,41 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
     config, inner, depth = model.config, model.model, model.config.num_hidden_layers
     layer = theirs.DeepseekV3DecoderLayer(config, depth).eval()
-    for one in (*layer.parameters(), *layer.buffers()):
-        torch.nn.init.normal_(one, std=0.2)
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        torch.nn.init.normal_(tensor, std=0.2)
     prefix, width = f"model.layers.{depth}.", config.hidden_size
-    own = {
+    weights = {
         "enorm.weight": 0.5 + torch.rand(width),
         "hnorm.weight": 0.5 + torch.rand(width),
         "shared_head.norm.weight": 0.5 + torch.rand(width),
         "eh_proj.weight": 0.2 * torch.randn(width, 2 * width),
     }
-    enorm, hnorm, last, both = (one.requires_grad_() for one in own.values())
+    enorm, hnorm, last, both = (tensor.requires_grad_() for tensor in weights.values())
 
-    def normalize(given: Any, weight: Any) -> Any:
-        return torch.nn.functional.rms_norm(given, weight.shape, weight, config.rms_norm_eps)
+    def normalize(values: Any, weight: Any) -> Any:
+        return torch.nn.functional.rms_norm(values, weight.shape, weight, config.rms_norm_eps)
 
     hidden = inner(tokens).last_hidden_state
     after = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-    given = normalize(inner.embed_tokens(after), enorm), normalize(hidden, hnorm)
-    hidden = torch.cat(given, -1) @ both.t()
+    values = normalize(inner.embed_tokens(after), enorm), normalize(hidden, hnorm)
+    hidden = torch.cat(values, -1) @ both.t()
     places = torch.arange(tokens.shape[1])[None]
     mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
     rotation = inner.rotary_emb(hidden, places)
     hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
     logits = model.lm_head(normalize(hidden, last))
-    added = {f"{prefix}{key}": one for key, one in layer.state_dict().items()}
+    added = {f"{prefix}{key}": tensor for key, tensor in layer.state_dict().items()}
     added = dict(revert_weight_conversion(model, added))
-    parameters = {f"{prefix}{key}": one for key, one in own.items()}
+    parameters = {f"{prefix}{key}": tensor for key, tensor in weights.items()}
     added |= parameters
     added[f"{prefix}embed_tokens.weight"] = inner.embed_tokens.weight.detach()
     added[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.detach()
     path = folder / "model.safetensors"
-    whole = load_file(path) | {key: one.detach().contiguous().clone() for key, one in added.items()}
+    whole = load_file(path) | {
+        key: tensor.detach().contiguous().clone() for key, tensor in added.items()
+    }
     save_file(whole, path, metadata={"format": "pt"})
-    parameters |= {f"{prefix}{key}": one for key, one in layer.named_parameters()}
+    parameters |= {f"{prefix}{key}": tensor for key, tensor in layer.named_parameters()}
     return parameters, logits
 
 

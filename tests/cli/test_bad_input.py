@@ -30,10 +30,10 @@ SMALL = (
 )
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of the project; a hang fails the test."""
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -155,8 +155,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {"RANK": "0", "WORLD_SIZE": "1", **place}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {"RANK": "0", "WORLD_SIZE": "1", **master}
         command = [TRAINER, *SMALL.split()]
         alone = run_forked(command, folder=tmp_path, limit_s=60, variables=variables)
         launched = run(
@@ -169,9 +169,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
     """As ``python -m megatron.adaptive train flags | head -0``."""
-    words = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
+    command = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
-        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout is not None
         assert program.stderr is not None
@@ -193,8 +193,8 @@ def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [48, 128])
 def test_too_few_files_are_said_before_ranks_start(limit: int, tmp_path: Path) -> None:
-    words = f"-m megatron.adaptive job launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
-    command = f"ulimit -n {limit}; exec {sys.executable} {words}"
+    arguments = f"-m megatron.adaptive job launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
+    command = f"ulimit -n {limit}; exec {sys.executable} {arguments}"
     done = subprocess.run(
         ["bash", "-c", command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -21,17 +21,17 @@ PIPELINE = {"seed": 1, "loss_scale": None, "extra": {}, "groups": [], "plain": {
 @pytest.fixture(params=[CheckpointFolder, PipelineFolder])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StepFolders:
     """Returns a folder with whole checkpoints of steps 1 and 2."""
-    found: StepFolders = request.param(tmp_path / "saved")
+    folders: StepFolders = request.param(tmp_path / "saved")
     for step in (1, 2):
         body = PIPELINE
         if request.param is CheckpointFolder:
             body = {**MANIFEST, "progress": {**MANIFEST["progress"], "iteration": step}}
-        partial = found.begin(step)
+        partial = folders.begin(step)
         (partial / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
         (partial / "metadata.json").write_text("{}")
         (partial / INDEX).write_text(json.dumps({"tensors": TENSORS, "objects": {}}))
-        found.commit(step, body)
-    return found
+        folders.commit(step, body)
+    return folders
 
 
 def test_a_damaged_file_is_named(folder: StepFolders, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +64,8 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from megatron.adaptive.__main__ import main; status = main()\n"
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
-    words = [sys.executable, "-c", script, "checkpoint", "verify", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = [sys.executable, "-c", script, "checkpoint", "verify", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert str(tmp_path) in done.stderr

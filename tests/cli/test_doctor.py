@@ -19,21 +19,21 @@ from ..multiprocess.launch import free_port
 
 def test_a_node_is_checked_and_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     status = doctor.main(["--json", "--master-port", str(free_port())])
-    told = json.loads(capsys.readouterr().out)
-    by_name = {check["name"]: check for check in told["checks"]}
+    report = json.loads(capsys.readouterr().out)
+    by_name = {check["name"]: check for check in report["checks"]}
     assert {"Python", "torch", "CUDA", "extension", "/dev/shm", "RDMA", "port", "clock"} <= set(
         by_name
     )
     assert by_name["torch"]["state"] == "ok"
-    assert status == int(any(check["state"] == "error" for check in told["checks"]))
-    for check in told["checks"]:
+    assert status == int(any(check["state"] == "error" for check in report["checks"]))
+    for check in report["checks"]:
         assert (check["state"] == "ok") == (check["mend"] == "")
 
 
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (check,) = [one for one in check_node(port) if one.name == "port"]
+        (check,) = [check for check in check_node(port) if check.name == "port"]
     assert check.state == "warning"
     assert f"MASTER_PORT={port}" in check.text
 
@@ -68,5 +68,5 @@ def test_rdma_ports_are_read_from_the_kernels_files(tmp_path: Path) -> None:
     ):
         (port / "gids" / str(index)).write_text(f"{gid}\n")
         (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
-    (found,) = rdma_ports(tmp_path)
-    assert (found.device, found.state, found.gid_index) == ("mlx5_0", "ACTIVE", 2)
+    (first_port,) = rdma_ports(tmp_path)
+    assert (first_port.device, first_port.state, first_port.gid_index) == ("mlx5_0", "ACTIVE", 2)

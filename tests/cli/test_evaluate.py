@@ -23,7 +23,7 @@ TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
 
 
-# In a process of its own, in which no other test has changed torch or transformers.
+# A separate process, because other tests may have changed torch or transformers here.
 REFERENCE = f"""
 import json, sys, torch, transformers
 from tokenizers import Tokenizer
@@ -93,11 +93,11 @@ def test_figures_are_those_of_transformers(
     loss, said = expected
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
-    words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), *flags]
-    words += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
-    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    words += ["--prompt", PROMPT, "--tokens", "8"]
-    done = run_forked(words, folder=tmp_path, limit_s=200.0, variables=forking())
+    command = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), *flags]
+    command += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
+    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    command += ["--prompt", PROMPT, "--tokens", "8"]
+    done = run_forked(command, folder=tmp_path, limit_s=200.0, variables=forking())
     assert done.returncode == 0, done.stderr
     figures = re.findall(
         r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout
@@ -117,29 +117,36 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"
-    words = ["-m", "megatron.adaptive", "train", "rank", "--load-hf", str(folder), *run.split()]
-    done = run_forked([*words, *tokens, *more], folder=tmp_path, limit_s=200, variables=forking())
+    command = ["-m", "megatron.adaptive", "train", "rank", "--load-hf", str(folder), *run.split()]
+    done = run_forked([*command, *tokens, *more], folder=tmp_path, limit_s=200, variables=forking())
     assert done.returncode == 0, done.stderr
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
-    words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), "--load"]
-    words += [str(tmp_path / "saved"), "--seq-length", str(LENGTH), *tokens]
-    done = run_forked(words, folder=tmp_path, limit_s=200, variables=forking())
+    command = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), "--load"]
+    command += [str(tmp_path / "saved"), "--seq-length", str(LENGTH), *tokens]
+    done = run_forked(command, folder=tmp_path, limit_s=200, variables=forking())
     assert done.returncode == 0, done.stderr
     assert "on validation set | lm loss value: " in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "said"),
     [
         ("--load-hf FOLDER", "there is nothing to run: give --data FILE or --prompt TEXT"),
         ("--prompt x", "there is no model: give --load CKPT or --load-hf DIR"),
         ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are less than a batch of 1 x 32"),
     ],
 )
-def test_bad_input(folder: Path, words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    folder: Path, options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "short.jsonl").write_text('{"text": "too shor"}\n')
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    given = [*words.replace("FOLDER", str(folder)).split(), *flags, "--seq-length", str(LENGTH)]
-    assert evaluate(given) == 2
+    arguments = [
+        *options.replace("FOLDER", str(folder)).split(),
+        *flags,
+        "--seq-length",
+        str(LENGTH),
+    ]
+    assert evaluate(arguments) == 2
     assert said in capsys.readouterr().err

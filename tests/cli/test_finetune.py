@@ -37,7 +37,7 @@ def paths_in(folder: Path) -> list[str]:
 
 
 def tuned(folder: Path, options: str) -> str:
-    """Runs the command on the model and data of a folder; returns what it prints."""
+    """Runs the command on the model and data of a folder; returns its output."""
     done = subprocess.run(
         [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,

@@ -21,9 +21,11 @@ SAMPLE = {"unix_s": 1.0, "processes": [], "gpus": []}
 WRONG = [[], {}, "x", None, -1, 1e300, True, [[1]], {"a": HOSTILE}, HOSTILE, 2**63]
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> int:
     """Runs a subcommand in this process; its output is for ``capsys``."""
-    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *words])
+    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *arguments])
     try:
         return program.main()
     except SystemExit as end:
@@ -38,9 +40,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("words", "part"), [one for one in CASES if LATE not in one[0]])
+@pytest.mark.parametrize(("command", "part"), [case for case in CASES if LATE not in case[0]])
 def test_what_is_wrong_ends_with_one_line(
-    words: str,
+    command: str,
     part: str,
     files: Path,
     capsys: pytest.CaptureFixture[str],
@@ -50,8 +52,8 @@ def test_what_is_wrong_ends_with_one_line(
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
-    given = (word.replace("{f}", str(files)) for word in words.split(" "))
-    status = run(capsys, monkeypatch, *given)
+    arguments = (word.replace("{f}", str(files)) for word in command.split(" "))
+    status = run(capsys, monkeypatch, *arguments)
     assert complaint(status, capsys.readouterr().err, part) == ""
 
 
@@ -71,12 +73,12 @@ def test_names_in_traces_reach_no_terminal_sheet_or_page(
         "--format",
         "xlsx,html,png,tensorboard,perfetto",
     ]
-    for words in (
+    for arguments in (
         ["trace", str(traces), *views],
         ["trace", "diagnose", str(traces)],
         ["job", "top", str(traces), "--once"],
     ):
-        assert run(capsys, monkeypatch, *words) == 0
+        assert run(capsys, monkeypatch, *arguments) == 0
         said = capsys.readouterr()
         # The terminal's own colours are not used where the output is no terminal.
         assert CONTROLS.findall(said.out + said.err) == []
@@ -89,7 +91,7 @@ def test_names_in_traces_reach_no_terminal_sheet_or_page(
     text = page.read_text()
     assert "\\\\x1b]0;owned" in text or "\\\\u001b]0;owned" in text
     data = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.S)
-    assert CONTROLS.findall("".join(str(json.loads(one)) for one in data)) == []
+    assert CONTROLS.findall("".join(str(json.loads(block)) for block in data)) == []
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
@@ -104,7 +106,7 @@ def test_a_job_whose_files_hold_anything_is_reported(
     sound = {"unix_ns": 1, "iteration": 1, "step_ms": 1.0, "loss": 1.0, "tokens_per_s": 1.0}
     start = {"unix_ns": 1, "total_iterations": 9, "start_iteration": 0}
     lines = [wrong, start, sound]
-    lines += [{**one, name: wrong} for one in (start, sound) for name in one]
+    lines += [{**line, name: wrong} for line in (start, sound) for name in line]
     (job / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     use = (
         [{"memory_bytes": 1, "cpu_percent": 1}],
@@ -113,17 +115,17 @@ def test_a_job_whose_files_hold_anything_is_reported(
     samples = [wrong, {**SAMPLE, "processes": use[0], "gpus": use[1]}]
     samples += [{**SAMPLE, name: value} for name in SAMPLE for value in (wrong, [wrong])]
     samples += [{**SAMPLE, "gpus": [{**use[1][0], name: wrong}]} for name in (*use[1][0], "pids")]
-    (job / "n.gpu").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    (job / "n.gpu").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (job / "n.out").write_text(f"=== {HOSTILE} node 0 starts\n{HOSTILE}\nerror: {HOSTILE}\n")
     record = {"conf": {}, "flags": [], "processes": [1], "started_unix_s": 1, "world_size": 1}
     for name in (*record, ""):
         record_text = json.dumps({**record, name: wrong} if name else wrong)
         (job / "run.json").write_text(record_text)
-        for words in (
+        for arguments in (
             ["job", "status", "job", "--log-dir", str(job.parent)],
             ["job", "top", str(job), "--once"],
         ):
-            assert run(capsys, monkeypatch, *words) in (0, 1)
+            assert run(capsys, monkeypatch, *arguments) in (0, 1)
             said = capsys.readouterr()
             assert CONTROLS.findall(said.out + said.err) == []
     assert run(capsys, monkeypatch, "job", "report", str(job)) == 0

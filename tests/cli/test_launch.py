@@ -79,7 +79,7 @@ TOUCH = "import pathlib, os; pathlib.Path('started.' + os.environ['RANK']).touch
 
 
 @pytest.mark.parametrize(
-    ("launcher", "trainer", "words"),
+    ("launcher", "trainer", "phrases"),
     [
         ("--nproc-per-node 2", "--pipeline-model-parallel-size 4", ["world size 2"]),
         ("--nproc-per-node 2", "--num-layer 4", ["--num-layer", "--num-layers"]),
@@ -89,7 +89,7 @@ TOUCH = "import pathlib, os; pathlib.Path('started.' + os.environ['RANK']).touch
     ],
 )
 def test_options_are_checked_for_the_world_size(
-    launcher: str, trainer: str, words: list[str], tmp_path: Path
+    launcher: str, trainer: str, phrases: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(TOUCH)
@@ -98,7 +98,7 @@ def test_options_are_checked_for_the_world_size(
         launch.main(argv)
     text = str(info.value)
     assert len(text.splitlines()) == 1
-    for word in words:
+    for word in phrases:
         assert word in text
     assert not list(tmp_path.glob("started.*"))
 
@@ -212,11 +212,11 @@ with StopRequest() as stop:
 @pytest.mark.multiprocess
 def test_ranks_save_when_the_terminal_is_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SAVING_SCRIPT)
-    words = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
+    command = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
-        os.execve(words[0], [*words, "script.py"], {**os.environ, "PYTHONPATH": str(ROOT)})
+        os.execve(command[0], [*command, "script.py"], {**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         end = time.monotonic() + WATCHDOG_S
         while not list(tmp_path.glob("started.*")):

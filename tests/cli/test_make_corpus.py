@@ -26,8 +26,8 @@ def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
     assert [run.returncode for run in runs] == [0, 0], runs
     assert runs[0].stdout.startswith("corpus made in ")
     assert runs[1].stdout.startswith("corpus found: ")
-    words = shlex.split(runs[1].stdout.splitlines()[-1])
-    flags = dict(zip(words[2::2], words[3::2], strict=True))
+    printed = shlex.split(runs[1].stdout.splitlines()[-1])
+    flags = dict(zip(printed[2::2], printed[3::2], strict=True))
     tokenizer = GPT2BPETokenizer(flags["--vocab-file"], flags["--merge-file"])
     assert tokenizer.vocab_size == 1000
     assert check_indexed(flags["--data-path"]).num_tokens > 100_000

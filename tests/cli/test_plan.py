@@ -1,4 +1,4 @@
-"""The plan command: what it prints and writes, that runs take it, and what it refuses."""
+"""The plan command: its output and files, runs that take them, and its error messages."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_a_discovered_cluster_is_one_to_plan_for(
     assert main(["--discover", *map(str, files)]) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct it")
-    found = tmp_path / "found.json"
-    found.write_text(printed.out)
-    assert run(found, f"{PLAN} --tp 1 --top 1") == 0
+    cluster_file = tmp_path / "found.json"
+    cluster_file.write_text(printed.out)
+    assert run(cluster_file, f"{PLAN} --tp 1 --top 1") == 0
     assert "on 4 GPUs" in capsys.readouterr().out
 
 
@@ -98,15 +98,15 @@ def test_trainer_and_launcher_run_what_was_planned(cluster: Path, tmp_path: Path
     plan, conf = tmp_path / "plan.json", tmp_path / "plan.sh"
     flags = "--model gpt2 --global-batch-size 8 --pp 2 --dp 2 --tp 1"
     assert run(cluster, f"{flags} --output {plan} --conf {conf}") == 0
-    told = json.loads(plan.read_text())
-    degrees = told["degrees"]
+    document = json.loads(plan.read_text())
+    degrees = document["degrees"]
     size = degrees["tensor"] * degrees["pipeline"] * degrees["data"]
     assert size == 4
-    assert sum(told["partition"]) == 12
+    assert sum(document["partition"]) == 12
     run_flags = "--train-iters 1 --lr 1e-4 --mock-data --vocab-size 100".split()
     model = [*MODELS["gpt2"].split(), *run_flags]
     by_plan = parse([*model, "--plan", str(plan)], world_size=size)
-    assert by_plan.layers_per_stage == tuple(told["partition"])
+    assert by_plan.layers_per_stage == tuple(document["partition"])
     assert by_plan.precision.fp16
 
     path = tmp_path / "conf.sh"
@@ -132,8 +132,8 @@ def test_megatron_flags_are_what_the_trainer_takes(
     assert run(cluster, f"{flags} --json --top 1") == 0
     plan = json.loads(capsys.readouterr().out)[0]
     assert run(cluster, f"{flags} --export megatron") == 0
-    words = shlex.split(capsys.readouterr().out)
-    taken = parse([*words, *"--train-iters 1 --lr 1e-4 --mock-data".split()], world_size=4)
+    arguments = shlex.split(capsys.readouterr().out)
+    taken = parse([*arguments, *"--train-iters 1 --lr 1e-4 --mock-data".split()], world_size=4)
     assert list(taken.layers_per_stage) == plan["partition"]
     assert taken.parallel.num_chunks == plan["degrees"]["chunks"]
     assert taken.batch.micro_batch_size == plan["micro_batch_size"]
@@ -153,9 +153,9 @@ def test_other_programs_get_their_own_form(
     assert parts[0][0] == "tok_embeddings"
     assert parts[-1][-1] == "output"
     assert run(cluster, f"{flags} --export sbatch") == 0
-    words = shlex.split(capsys.readouterr().out)
-    assert words[:2] == ["sbatch", "--nodes=1"]
-    ranks = shlex.split(shlex.split(words[-1].partition("=")[2])[-1])
+    command = shlex.split(capsys.readouterr().out)
+    assert command[:2] == ["sbatch", "--nodes=1"]
+    ranks = shlex.split(shlex.split(command[-1].partition("=")[2])[-1])
     assert ranks[ranks.index("--nproc-per-node") + 1] == "2"
     assert ranks[ranks.index("--plan") + 1] == "plan.json"
     for form, words_of in (("megatron", "zb-h1"), ("torchtitan", "zb-h1")):
@@ -175,12 +175,12 @@ def test_two_plans_are_compared(
     assert re.search(r"tensor +1 +2\n", said)
     assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
     assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
-    for text, words in (
+    for text, message in (
         ('{"format": 1}', "the plan has no prediction"),
         ("[1]", "keys with values"),
     ):
         files[1].write_text(text)
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             main(["--compare", *map(str, files)])
 
 
@@ -213,7 +213,7 @@ def test_plans_that_the_trainer_refuses_are_left_out(
     experts += " --max-position-embeddings 128 --vocab-size 500 --num-experts 4 --fp16"
     flags = ["--global-batch-size", "8", "--top", "2", "--cluster", str(cluster)]
     assert main(["--model", experts, *flags, "--tp", "1,2", "--json"]) == 0
-    assert {one["degrees"]["tensor"] for one in json.loads(capsys.readouterr().out)} == {1}
+    assert {row["degrees"]["tensor"] for row in json.loads(capsys.readouterr().out)} == {1}
     with pytest.raises(ConfigError, match="refuses all plans found: .*--disable-bias-linear"):
         main(["--model", experts, *flags, "--tp", "2"])
 
@@ -242,11 +242,13 @@ def test_the_front_is_written_and_drawn(
 ) -> None:
     folder = tmp_path / "front"
     assert run(cluster, f"{PLAN} --pareto {folder}") == 0
-    told = [one["prediction"] for one in json.loads((folder / "front.json").read_text())]
-    assert told
-    for one, other in itertools.pairwise(told):
-        assert one["step_s"] < other["step_s"]
-        assert one["price_per_step"] > other["price_per_step"]
+    predictions = [
+        faster["prediction"] for faster in json.loads((folder / "front.json").read_text())
+    ]
+    assert predictions
+    for faster, slower in itertools.pairwise(predictions):
+        assert faster["step_s"] < slower["step_s"]
+        assert faster["price_per_step"] > slower["price_per_step"]
     assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "front.html").read_text()
     assert "tokens per second" in page
@@ -255,7 +257,7 @@ def test_the_front_is_written_and_drawn(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
@@ -309,8 +311,8 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),
     ],
 )
-def test_a_bad_request_is_named(flags: str, words: str, cluster: Path) -> None:
-    with pytest.raises(ConfigError, match=words) as info:
+def test_a_bad_request_is_named(flags: str, message: str, cluster: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as info:
         run(cluster, flags)
     assert "\n" not in str(info.value)
 
@@ -347,9 +349,9 @@ def test_a_measured_profile_counts_and_one_of_another_model_is_refused(
     said = capsys.readouterr().out
     assert "not measured" not in said
     # Two replicas, each with 4 microbatches of 14 layers that take 3 ms.
-    found = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
-    assert found is not None
-    seconds = float(found[1]) * (1e-3 if found[2] == "ms" else 1)
+    match = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
+    assert match is not None
+    seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1)
     assert seconds == pytest.approx(4 * 14 * 0.003, rel=0.35)
     with pytest.raises(ConfigError, match="is of model gpt2, whose embedding has"):
         run(cluster, f"--model gpt2-xl --global-batch-size 8 --profile {path}")
@@ -375,7 +377,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 ) -> None:
     def schedules(flags: str) -> set[str]:
         run(cluster, f"{MEDIUM} --pp 4 --json {flags}")
-        return {one["schedule"] for one in json.loads(capsys.readouterr().out)}
+        return {row["schedule"] for row in json.loads(capsys.readouterr().out)}
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
@@ -408,13 +410,13 @@ def test_fp8_plans_are_faster_and_for_other_programs_alone(
         path.write_text(json.dumps({"format": 1, "nodes": [node]}))
         return path
 
-    words = "--model gpt2 --global-batch-size 8 --tp 1 --dp 2 --top 1 --attention fused"
+    flags = "--model gpt2 --global-batch-size 8 --tp 1 --dp 2 --top 1 --attention fused"
     for more, words_of in (("", "gpt2, 124 M parameters, bf16, on"), ("--fp8", "bf16 and fp8, on")):
-        assert run(cluster("h100"), f"{words} {more}") == 0
+        assert run(cluster("h100"), f"{flags} {more}") == 0
         assert words_of in capsys.readouterr().out
-    assert run(cluster("h100"), f"{words} --fp8 --export megatron") == 0
+    assert run(cluster("h100"), f"{flags} --fp8 --export megatron") == 0
     assert "--fp8-format hybrid" in capsys.readouterr().out
-    assert run(cluster("h100"), f"{words} --fp8 --export torchtitan") == 0
+    assert run(cluster("h100"), f"{flags} --fp8 --export torchtitan") == 0
     assert 'converters = ["quantize.linear.float8"]' in capsys.readouterr().out
     for gpu, more, message in (
         ("a100", "--fp8", "a100-40 does not compute in fp8, only in bf16"),
@@ -427,7 +429,7 @@ def test_fp8_plans_are_faster_and_for_other_programs_alone(
         ("h100", "--fp8 --export conf", "--fp8 with --export conf: the trainer has no fp8"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(cluster(gpu), f"{words} {more}")
+            run(cluster(gpu), f"{flags} {more}")
 
 
 def test_layers_that_predict_further_tokens_are_in_megatron_s_layout(

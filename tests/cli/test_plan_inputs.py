@@ -46,10 +46,10 @@ def _run(folder: Path, samples: float = 2) -> Path:
     return folder
 
 
-def _options(*words: str) -> argparse.Namespace:
+def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_input_arguments(parser, required=False)
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def test_layers_of_the_run_lie_over_the_profile(tmp_path: Path) -> None:
@@ -59,10 +59,12 @@ def test_layers_of_the_run_lie_over_the_profile(tmp_path: Path) -> None:
     options = _options("--calibrate", str(_run(tmp_path)))
     content = calibrated(options, _model(), _cluster("a"), base)
     assert content is not None
-    found = profile_file.make_profile(content)
-    assert found.times("transformer", "gpu of a", 1, 2).forward_s == pytest.approx(0.0025, rel=0.03)
-    assert found.times("transformer", "gpu of a", 2, 2).forward_s == 1.0
-    assert set(found.intra_links) == {"a"}
+    profile = profile_file.make_profile(content)
+    assert profile.times("transformer", "gpu of a", 1, 2).forward_s == pytest.approx(
+        0.0025, rel=0.03
+    )
+    assert profile.times("transformer", "gpu of a", 2, 2).forward_s == 1.0
+    assert set(profile.intra_links) == {"a"}
 
 
 def test_without_runs_the_profile_stays() -> None:
@@ -75,9 +77,9 @@ def test_hosts_of_several_types_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--calibrate-host {host}=TYPE"):
         calibrated(_options("--calibrate", run), _model(), _cluster("a", "b"), None)
     options = _options("--calibrate", run, "--calibrate-host", f"{host}=b")
-    found = calibrated(options, _model(), _cluster("a", "b"), None)
-    assert found is not None
-    assert {row["gpu"] for row in found["layers"]} == {"gpu of b"}
+    profile = calibrated(options, _model(), _cluster("a", "b"), None)
+    assert profile is not None
+    assert {row["gpu"] for row in profile["layers"]} == {"gpu of b"}
     with pytest.raises(ConfigError, match="one of the cluster's types a, b"):
         calibrated(
             _options("--calibrate", run, "--calibrate-host", "x=c"),

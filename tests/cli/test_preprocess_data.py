@@ -93,24 +93,24 @@ def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
     tmp_path: Path, numbers: Path
 ) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+    terminal, program_end = pty.openpty()
+    fcntl.ioctl(program_end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
     program = subprocess.Popen(
         [sys.executable, TOOL, "--input", numbers.name, *_null(tmp_path, "--workers", "2")],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
-        stderr=theirs,
+        stderr=program_end,
         text=True,
     )
-    os.close(theirs)
+    os.close(program_end)
     shown = b""
     try:
-        while chunk := os.read(ours, 4096):
+        while chunk := os.read(terminal, 4096):
             shown += chunk
     except OSError:
         pass  # Linux says EIO where the other end of a terminal is closed.
     finally:
-        os.close(ours)
+        os.close(terminal)
     output, _ = program.communicate(timeout=60)
     assert program.returncode == 0
     assert "50 documents, 100 tokens" in output
@@ -119,10 +119,10 @@ def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
     assert b"50 documents" in shown
 
 
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
+def _wait_for(condition: Callable[[], bool], event: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} within 60 s"
+        assert time.monotonic() < deadline, f"no {event} within 60 s"
         time.sleep(0.02)
 
 

@@ -66,8 +66,8 @@ def test_a_second_job_on_a_folder_is_refused_by_name(tmp_path: Path) -> None:
     first.claim(job="first", restarts=0)
     first.keep_up(print)
     try:
-        words = [*FLAGS.split(), "--save", str(tmp_path), "--save-interval", "1"]
-        command = [str(ROOT / "pretrain_gpt.py"), *words]
+        arguments = [*FLAGS.split(), "--save", str(tmp_path), "--save-interval", "1"]
+        command = [str(ROOT / "pretrain_gpt.py"), *arguments]
         done = run_forked(command, folder=tmp_path, limit_s=WATCHDOG_S)
     finally:
         first.end()

@@ -37,10 +37,24 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         header = make_header(rank, run="one", num_microbatches=1, schedule="1f1b")
         with Recorder(run_dir / "traces", header) as recorder:
             for iteration in (1, 2):
-                at = 10**10 * iteration
+                start_ns = 10**10 * iteration
                 recorder.begin_iteration(iteration, 1)
-                record(recorder, "F", 0, 0, at + rank * 1_000_000, at + (rank + 1) * 1_000_000)
-                record(recorder, "B", 0, 0, at + (4 - rank) * 10**6, at + (6 - rank * 2) * 10**6)
+                record(
+                    recorder,
+                    "F",
+                    0,
+                    0,
+                    start_ns + rank * 1_000_000,
+                    start_ns + (rank + 1) * 1_000_000,
+                )
+                record(
+                    recorder,
+                    "B",
+                    0,
+                    0,
+                    start_ns + (4 - rank) * 10**6,
+                    start_ns + (6 - rank * 2) * 10**6,
+                )
     write_legacy(read_run(run_dir / "traces"), run_dir / "trace_pipeline_2_model_chunks_1.txt")
     (tmp_path / "runs" / "latest").symlink_to("one")
     return tmp_path

@@ -1,4 +1,4 @@
-"""The profile command: what it measures in two processes, and what it refuses."""
+"""The profile command: its measurements in two processes, and its error messages."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_layers_with_experts_and_of_further_tokens_are_measured_and_planned(
     node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 4, "memory": "8 GB"}
     cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
-    words = ["--model", EXPERTS, "--cluster", str(tmp_path / "cluster.json")]
-    words += ["--profile", str(tmp_path / "profile.json"), "--global-batch-size", "16"]
-    assert plan([*words, "--expert-parallel-size", "4"]) == 0
+    flags = ["--model", EXPERTS, "--cluster", str(tmp_path / "cluster.json")]
+    flags += ["--profile", str(tmp_path / "profile.json"), "--global-batch-size", "16"]
+    assert plan([*flags, "--expert-parallel-size", "4"]) == 0
     assert "not measured" not in capsys.readouterr().out
 
 

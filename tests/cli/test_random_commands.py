@@ -37,13 +37,13 @@ class Command:
     """A subcommand and what can be wrong on its command line.
 
     Attributes:
-        words: Words of a command line that would be taken.
+        base: Command line that would be taken.
         numbers: Options that take a number.
         choices: Options that take one of some words.
-        paths: Options that take a file or folder that exists, or "" for words without an option.
+        paths: Options that take a file or folder that exists, or "" for positional arguments.
     """
 
-    words: str
+    base: str
     numbers: str = ""
     choices: str = ""
     paths: str = ""
@@ -102,35 +102,35 @@ COMMANDS = (
 def trainer() -> Command:
     """Returns the trainer with all of its flags that take a number or one of some words."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
-    single = [one for one in specs if not (one.many or one.reader or one.is_switch)]
-    numbers = [one.name for one in single if one.base in (int, float)]
-    choices = [one.name for one in single if one.choices]
+    single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
+    numbers = [spec.name for spec in single if spec.base in (int, float)]
+    choices = [spec.name for spec in single if spec.choices]
     return Command(f"train rank {_TRAINER}", " ".join(numbers), " ".join(choices))
 
 
 def draw_words(draw: random.Random) -> list[str]:
     """Returns a random wrong command line."""
     command = trainer() if draw.random() < 0.4 else draw.choice(COMMANDS)
-    words = command.words.split()
+    arguments = command.base.split()
     ways = [(command.numbers, NO_NUMBERS), (command.choices, NO_CHOICES)]
     ways = [way for way in [*ways, (command.paths, NO_PATHS)] if way[0]]
     if not ways or draw.random() < 0.15:
-        return [*words, f"--{''.join(draw.choices('abcdefxyz', k=9))}", draw.choice(NO_CHOICES)]
+        return [*arguments, f"--{''.join(draw.choices('abcdefxyz', k=9))}", draw.choice(NO_CHOICES)]
     options, values = draw.choice(ways)
     option, value = draw.choice(options.split()), draw.choice(values)
-    if option in words:
-        words[words.index(option) + 1] = value
-        return words
+    if option in arguments:
+        arguments[arguments.index(option) + 1] = value
+        return arguments
     joined = f"{option}={value}" if draw.random() < 0.5 else ""
     if option == "TRACE":
-        return [*words, value]
-    return [*words, *([joined] if joined else [option, value])]
+        return [*arguments, value]
+    return [*arguments, *([joined] if joined else [option, value])]
 
 
-def run(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs a subcommand in this process; returns its status and what it said of errors."""
+def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Runs a subcommand in this process; returns its status and its error output."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["megatron.adaptive", *words])
+        patch.setattr("sys.argv", ["megatron.adaptive", *arguments])
         try:
             status = program.main()
         except SystemExit as end:
@@ -162,15 +162,15 @@ def test_wrong_command_lines_end_with_one_line(
     wrong: list[str] = []
     slowest = 0.0
     for number in range(SEED, SEED + COUNT):
-        words = [one.replace("{f}", str(files)) for one in draw_words(random.Random(number))]
+        arguments = [word.replace("{f}", str(files)) for word in draw_words(random.Random(number))]
         begun_s = time.monotonic()
         try:
-            why = complaint(*run(words, capsys), "error: ")
+            why = complaint(*run(arguments, capsys), "error: ")
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         slowest = max(slowest, time.monotonic() - begun_s)
         if why:
-            wrong.append(f"{number}: {' '.join(words)[:200]!r}: {why}")
+            wrong.append(f"{number}: {' '.join(arguments)[:200]!r}: {why}")
     with capsys.disabled():
         print(f"\n{COUNT} command lines, the slowest {slowest:.1f} s")
     assert not wrong, "\n".join([f"{len(wrong)} of {COUNT}:", *wrong])
@@ -184,10 +184,10 @@ def test_help_ends_with_status_0(name: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_an_empty_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs" / "job").mkdir(parents=True)
-    for words in (
+    for arguments in (
         ["job", "status", "job", "--log-dir", str(tmp_path / "logs")],
         ["job", "top", str(tmp_path / "logs" / "job"), "--once"],
         ["trace", str(tmp_path / "logs" / "job")],
         ["checkpoint", "list", str(tmp_path / "logs" / "job")],
     ):
-        assert complaint(*run(words, capsys), str(tmp_path / "logs")) == ""
+        assert complaint(*run(arguments, capsys), str(tmp_path / "logs")) == ""

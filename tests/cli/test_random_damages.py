@@ -4,7 +4,7 @@ Three kinds of files. Those that decide what a run does and that programs write 
 (trackers, manifests, leases, indices, vocabularies) must be refused, or be read as they were.
 Those that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may say
 something else after a damage: what is taken is within all ranges, and is shown before a run begins.
-Those that only tell of a run (traces, states, records of a job) may not end with a traceback.
+Files that only describe a run (traces, states, records of a job) may not end with a traceback.
 
 ``DAMAGES`` gives the number of damages, ``SEED`` the seed of the first.
 """
@@ -85,12 +85,12 @@ class Subject:
 
 def _checkpoints(folder: Path) -> Any:
     folders = CheckpointFolder(folder / "checkpoints")
-    found = []
+    manifests = []
     for step in folders.candidates():
         with contextlib.suppress(AdaptiveError):
             path, manifest = folders.open(step)
-            found.append((path.name, json.dumps(manifest, sort_keys=True)))
-    return found[0] if found else None
+            manifests.append((path.name, json.dumps(manifest, sort_keys=True)))
+    return manifests[0] if manifests else None
 
 
 def _pipelines(folder: Path) -> Any:
@@ -111,9 +111,9 @@ def _vocabulary(folder: Path) -> Any:
 
 def _lease(folder: Path) -> Any:
     """Returns whether the holder counts as gone, in which case others take its place at once."""
-    own = folder_lease.Lease(folder / "claimed")
-    own.taken(1)
-    return folder_lease._is_gone(own._facts(1))
+    lease = folder_lease.Lease(folder / "claimed")
+    lease.taken(1)
+    return folder_lease._is_gone(lease._facts(1))
 
 
 def _recipe(folder: Path) -> Any:
@@ -125,10 +125,12 @@ def _traces(folder: Path) -> Any:
     return run_figures(read_run(folder / "traces"), workers=1).num_actions.sum()
 
 
-def _command(*words: str) -> Callable[[Path], Any]:
+def _command(*arguments: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["x", *(word.replace("{f}", str(folder)) for word in words)])
+            patch.setattr(
+                "sys.argv", ["x", *(word.replace("{f}", str(folder)) for word in arguments)]
+            )
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 return program.main()
 
@@ -277,14 +279,14 @@ def _zeros(content: bytearray, draw: random.Random) -> bytes:
 
 def _lines(content: bytearray, draw: random.Random) -> bytes:
     lines = bytes(content).split(b"\n")
-    one, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+    first, second = draw.randrange(len(lines)), draw.randrange(len(lines))
     way = draw.choice(("swap", "lose", "twice"))
     if way == "swap":
-        lines[one], lines[other] = lines[other], lines[one]
+        lines[first], lines[second] = lines[second], lines[first]
     elif way == "lose":
-        del lines[one]
+        del lines[first]
     else:
-        lines.insert(one, lines[one])
+        lines.insert(first, lines[first])
     return b"\n".join(lines)
 
 
@@ -293,8 +295,8 @@ def _number(content: bytearray, draw: random.Random) -> bytes:
     numbers = [*re.finditer(rb"(?<![\w.])\d+(?:\.\d+)?", text)]
     if not numbers:
         return _flip(content, draw)
-    found = draw.choice(numbers)
-    return text[: found.start()] + draw.choice(WRONG).encode() + text[found.end() :]
+    match = draw.choice(numbers)
+    return text[: match.start()] + draw.choice(WRONG).encode() + text[match.end() :]
 
 
 _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
@@ -333,7 +335,7 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
     """Returns what is wrong with how a damaged file is read, empty for nothing."""
     try:
         with limit(LIMIT_S):
-            found = subject.read(folder)
+            answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
         # Letters that only join or shape others are allowed, as in names of files.
@@ -342,7 +344,7 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
         return "" if is_line else f"no line: {text[:300]!r}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
-    return "" if not subject.decides or found == before else "silent"
+    return "" if not subject.decides or answer == before else "silent"
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ..multiprocess.launch import environment, forking_every, kill_tree, wait_un
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
 
-# What is started in the place of the example script: writes down its options and variables.
+# Program that replaces the example script: it writes down its options and variables.
 SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
@@ -132,11 +132,11 @@ def test_layers_that_do_not_divide_get_a_partition(
     argv = f"--pipeline_parallel {ranks} --model_chunks {chunks} -- --train-iters 7"
     assert run(*argv.split()) == 0
     options = Started(tmp_path / "runs" / "latest" / "started").options
-    own = options[: -len(MOVES_LAYERS) - 2]
+    added = options[: -len(MOVES_LAYERS) - 2]
     if partition == "":
-        assert own == []
+        assert added == []
         return
-    flag, value = own
+    flag, value = added
     assert flag == "--partition"
     layers = [int(word) for word in value.split("-")]
     assert len(layers) == ranks * chunks
@@ -179,7 +179,7 @@ def test_status_is_that_of_the_training(
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
-# In the place of the example script: runs until it is asked to end.
+# Replaces the example script: runs until it is asked to end.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
 touch "$RUN_DIR/started"
@@ -278,7 +278,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     assert "using world size: 2, data-parallel-size: 1" in text
     assert "lm loss" in text
     # It says where everything is, and what comes next.
-    for place in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
-        assert str(place) in text
+    for mentioned in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
+        assert str(mentioned) in text
     assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text
     assert json.loads((tmp_path / "data" / "corpus.json").read_text())["documents"] > 100

@@ -13,8 +13,8 @@ from megatron.adaptive.cli.simulate import main
 SMALL = "--stages 4 --microbatches 8"
 
 
-def simulate(words: str) -> int:
-    return run_cli(main, words.split())
+def simulate(arguments: str) -> int:
+    return run_cli(main, arguments.split())
 
 
 def test_the_table_shows_every_schedule_against_the_first(
@@ -41,14 +41,14 @@ def test_a_slow_rank_sets_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_jitter_is_the_same_for_all_and_for_a_second_call(tmp_path: Path) -> None:
-    words = f"{SMALL} --jitter 0.3 --draws 3 --schedules zb-v,adaptive --json"
-    assert simulate(f"{words} {tmp_path / 'one.json'}") == 0
-    assert simulate(f"{words} {tmp_path / 'two.json'}") == 0
-    one = json.loads((tmp_path / "one.json").read_text())
-    assert one == json.loads((tmp_path / "two.json").read_text())
-    assert [len(row["makespans_s"]) for row in one] == [3, 3]
-    assert one[1]["placement"] == "v"
-    assert one[1]["weight_pieces"] == 4
+    arguments = f"{SMALL} --jitter 0.3 --draws 3 --schedules zb-v,adaptive --json"
+    assert simulate(f"{arguments} {tmp_path / 'one.json'}") == 0
+    assert simulate(f"{arguments} {tmp_path / 'two.json'}") == 0
+    first = json.loads((tmp_path / "one.json").read_text())
+    assert first == json.loads((tmp_path / "two.json").read_text())
+    assert [len(row["makespans_s"]) for row in first] == [3, 3]
+    assert first[1]["placement"] == "v"
+    assert first[1]["weight_pieces"] == 4
 
 
 def test_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +111,10 @@ def test_help_shows_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> Non
 def test_slices_show_efficiency_and_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{SMALL} --sequence-slices 4 --attention-share 0.6 --schedules seq-1f1b,adaptive,zb-v"
-    assert simulate(f"{words} --cap 2 --json {tmp_path / 'out.json'}") == 0
+    arguments = (
+        f"{SMALL} --sequence-slices 4 --attention-share 0.6 --schedules seq-1f1b,adaptive,zb-v"
+    )
+    assert simulate(f"{arguments} --cap 2 --json {tmp_path / 'out.json'}") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "4 slices per microbatch, equal-cost; attention is 60% of a forward"
     assert "efficiency" in lines[3]
@@ -126,7 +128,7 @@ def test_slices_show_efficiency_and_memory(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         ("--sequence-slices 0", "--sequence-slices"),
         ("--attention-share 1.5", "'1.5' is not a number from 0 to 1"),
@@ -140,9 +142,9 @@ def test_slices_show_efficiency_and_memory(
     ],
 )
 def test_bad_slices_are_refused_in_one_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(f"{SMALL} {words}") == 2
+    assert simulate(f"{SMALL} {flags}") == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -152,9 +154,9 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def steps(overhead: float) -> dict[tuple[str, int], float]:
-        words = f"{SMALL} --schedules zb-v,adaptive,hinted --sequence-slices 1,2,8 --cap 4"
-        words += f" --attention-share 0.6 --slice-overhead {overhead}"
-        assert simulate(f"{words} --json {tmp_path / 'out.json'}") == 0
+        arguments = f"{SMALL} --schedules zb-v,adaptive,hinted --sequence-slices 1,2,8 --cap 4"
+        arguments += f" --attention-share 0.6 --slice-overhead {overhead}"
+        assert simulate(f"{arguments} --json {tmp_path / 'out.json'}") == 0
         rows = json.loads((tmp_path / "out.json").read_text())
         return {(row["schedule"], row["sequence_slices"]): row["makespans_s"][0] for row in rows}
 

@@ -134,24 +134,24 @@ def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_ctrl_c_ends_it_on_a_terminal(folder: Path) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    before = termios.tcgetattr(theirs)
+    terminal, program_end = pty.openpty()
+    fcntl.ioctl(program_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    before = termios.tcgetattr(program_end)
     with subprocess.Popen(
         [sys.executable, "-c", ADOPT, *COMMAND, str(folder), "--interval", "0.1"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=program_end,
+        stdout=program_end,
+        stderr=program_end,
         env=ENVIRONMENT,
     ) as process:
-        screen = read_until(ours, lambda seen: seen.count(b"iteration 6 of 20") >= 3)
-        os.write(ours, b"\x03")
-        screen += read_until(ours, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
+        screen = read_until(terminal, lambda seen: seen.count(b"iteration 6 of 20") >= 3)
+        os.write(terminal, b"\x03")
+        screen += read_until(terminal, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
         assert process.wait(60) == 0
     assert b"\x1b[?1049h" in screen  # a screen of its own, and back
-    assert termios.tcgetattr(theirs)[3] == before[3]
-    os.close(ours)
-    os.close(theirs)
+    assert termios.tcgetattr(program_end)[3] == before[3]
+    os.close(terminal)
+    os.close(program_end)
 
 
 def read_until(terminal: int, is_enough: object) -> bytes:

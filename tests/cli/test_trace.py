@@ -101,7 +101,7 @@ def test_iterations_and_replica_are_chosen(
         "iteration 2, replica 0 of 2"
         in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
     )
-    # Of a range that only overlaps the run, what there is.
+    # A range that only overlaps the run gives the iterations that both have.
     main([*flags, "--iterations", "4-90", "--output", "two/three.xlsx"])
     assert Path("two", "three.xlsx").exists()
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out

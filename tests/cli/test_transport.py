@@ -20,9 +20,9 @@ FAST = "--check --seconds 0.2"
 has_extension = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
 
 
-def start(words: str, **variables: str) -> subprocess.Popen[str]:
+def start(arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron.adaptive", "transport", *words.split()],
+        [sys.executable, "-m", "megatron.adaptive", "transport", *arguments.split()],
         env={**forking_every(), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -30,8 +30,8 @@ def start(words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def run(words: str, **variables: str) -> tuple[int | None, str, str]:
-    process = start(words, **variables)
+def run(arguments: str, **variables: str) -> tuple[int | None, str, str]:
+    process = start(arguments, **variables)
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
@@ -44,9 +44,9 @@ def run(words: str, **variables: str) -> tuple[int | None, str, str]:
 def test_alone_it_tries_two_processes_of_this_machine() -> None:
     status, out, err = run(f"{FAST} --json")
     assert status == 0, err
-    outcomes: dict[str, Any] = {one["transport"]: one for one in json.loads(out)}
+    outcomes: dict[str, Any] = {outcome["transport"]: outcome for outcome in json.loads(out)}
     assert list(outcomes) == ["shm", "rdma", "tcp", "gloo", "nccl"]
-    assert [name for name, one in outcomes.items() if one["chosen"]] == ["shm"]
+    assert [name for name, outcome in outcomes.items() if outcome["chosen"]] == ["shm"]
     for name in ("shm", "tcp", "gloo"):
         assert outcomes[name]["works"], outcomes[name]
         assert outcomes[name]["latency_us"] > 0
@@ -67,9 +67,9 @@ def test_the_chosen_one_decides_the_status() -> None:
 @has_extension
 @pytest.mark.multiprocess
 def test_two_processes_started_as_torchrun_does() -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
-        start(f"{FAST} --transport tcp", **place, RANK=str(rank), LOCAL_RANK="0")
+        start(f"{FAST} --transport tcp", **variables, RANK=str(rank), LOCAL_RANK="0")
         for rank in range(2)
     ]
     try:

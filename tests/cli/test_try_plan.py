@@ -136,9 +136,16 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
     node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 4, "memory": "8 GB"}
     cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
-    words = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json"), "--profile", str(path)]
-    words += ["--tp", str(shape["tensor"]), "--micro-batch-sizes", "2"]
-    assert main([*words, "--global-batch-size", "8"]) == 0
+    arguments = [
+        "--model",
+        SMALL,
+        "--cluster",
+        str(tmp_path / "cluster.json"),
+        "--profile",
+        str(path),
+    ]
+    arguments += ["--tp", str(shape["tensor"]), "--micro-batch-sizes", "2"]
+    assert main([*arguments, "--global-batch-size", "8"]) == 0
     assert "data sheets" not in capsys.readouterr().out
 
 
@@ -200,6 +207,6 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
     node = {"type": "here", "gpu": "cpu", "count": 1, "gpus_per_node": 2, "memory": "8 GB"}
     cluster = {"format": 1, "nodes": [{**node, "link": {"bandwidth": "1 GB/s"}}]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
-    words = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json")]
+    arguments = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json")]
     with pytest.raises(ConfigError, match="is a plan without measurements: try a rank of it"):
-        main([*words, "--profile", str(path), "--global-batch-size", "8"])
+        main([*arguments, "--profile", str(path), "--global-batch-size", "8"])

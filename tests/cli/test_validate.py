@@ -1,4 +1,4 @@
-"""``plan validate`` on runs of one's own: plans read from traces, and what it refuses."""
+"""``plan validate`` on a user's runs: plans read from traces, and its error messages."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def _options(folder: Path) -> list[str]:
 def test_runs_are_predicted_from_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learnt = ["--calibrate", str(folder / "runs" / "quick" / "traces"), "--json"]
     assert main([*_options(folder), *learnt]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["set"], found["runs"]) == ("own runs", 2)
-    rows = {row["run"]: row for row in found["rows"]}
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["set"], report["runs"]) == ("own runs", 2)
+    rows = {row["run"]: row for row in report["rows"]}
     assert set(rows) == {"quick", "slow"}
     for row in rows.values():
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.2)
     assert rows["slow"]["measured_s"] > 1.2 * rows["quick"]["measured_s"]
-    assert found["rank_correlation"] == pytest.approx(1)
+    assert report["rank_correlation"] == pytest.approx(1)
 
 
 def test_the_next_plan_knows_what_a_run_took(
@@ -79,9 +79,9 @@ def test_the_next_plan_knows_what_a_run_took(
     capsys.readouterr()
     checked = ["--check", str(runs), *files, "--precision", "fp16", "--profile", profile, "--json"]
     assert plan_main(checked) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["runs"], found["place_of_best"], found["regret"]) == (2, 1, 0)
-    assert found["median_error"] <= found["mean_error"] <= found["worst_error"] < 0.2
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["runs"], report["place_of_best"], report["regret"]) == (2, 1, 0)
+    assert report["median_error"] <= report["mean_error"] <= report["worst_error"] < 0.2
     other = str(folder / "model.txt").replace("model.txt", "other.txt")
     Path(other).write_text(MODEL.replace("--hidden-size 64", "--hidden-size 128"))
     files[1] = other
@@ -119,8 +119,8 @@ def test_errors_are_one_line(
             (trace,) = (folder / "runs" / "slow" / "traces").glob(f"trace_rank_*{value}.jsonl")
             trace.unlink()
         elif value is None:
-            at = options.index(name)
-            del options[at : at + 2]
+            index = options.index(name)
+            del options[index : index + 2]
         else:
             options[options.index(name) + 1] = str(value)
     assert run_cli(main, options) == 2

@@ -50,11 +50,11 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
-        given, _, message = line.partition("=> ")
+        command, _, message = line.partition("=> ")
         for name in ("PP2", "SPREAD", "EXCHANGE", "UNEQUAL", "UNLIKE", "MTP", "PARALLEL"):
             text = globals()[name]
-            given = given.replace(name, text)
-        flags, _, world_size = given.partition("@")
+            command = command.replace(name, text)
+        flags, _, world_size = command.partition("@")
         cases.append((flags, int(world_size or 1), message.split(" | ")))
     return cases
 
@@ -63,17 +63,17 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
     """Parses the small command line with further flags, later ones winning.
 
     Args:
-        flags: on top of the small ones, or of those that a first word of ``BASES`` names; the word
-            ENGINE says that Transformer Engine is installed.
+        flags: Flags added to the small ones, or to those of ``BASES`` that the first word names;
+            the word ENGINE says that Transformer Engine is installed.
         world_size: all processes.
     """
-    words = flags.split()
-    base = BASES[words.pop(0)] if words[:1] and words[0] in BASES else SMALL
+    arguments = flags.split()
+    base = BASES[arguments.pop(0)] if arguments[:1] and arguments[0] in BASES else SMALL
     return parse(
-        [*base.split(), *(word for word in words if word != "ENGINE")],
+        [*base.split(), *(word for word in arguments if word != "ENGINE")],
         world_size=world_size,
         last_wins=True,
-        installed=Installed(transformer_engine="ENGINE" in words),
+        installed=Installed(transformer_engine="ENGINE" in arguments),
     )
 
 
@@ -87,7 +87,7 @@ def complaint(flags: str, world_size: int = 1) -> str:
     return text
 
 
-def check_words(flags: str, world_size: int, words: list[str]) -> None:
+def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
     """A command line is refused with these words."""
     text = complaint(flags, world_size)
-    assert [word for word in words if word not in text] == []
+    assert [word for word in phrases if word not in text] == []

@@ -100,9 +100,9 @@ def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
 
     Settings of a later megatron-core are flags as soon as that release is installed.
     """
-    known = sorted({*ALL, *TAKEN, *refused_flags()})
+    flags = sorted({*ALL, *TAKEN, *refused_flags()})
     later = {flag for flag in NEWER if flag not in TAKEN}
-    ways = {f: (f in TAKEN, is_idle(f), reason_for(f) is not None, f in later) for f in known}
+    ways = {f: (f in TAKEN, is_idle(f), reason_for(f) is not None, f in later) for f in flags}
     assert {flag: way for flag, way in ways.items() if sum(way) != 1} == {}
     assert len(refused_flags()) <= MOST_REFUSED
     assert reason_for("--no-such-flag") is None
@@ -230,11 +230,11 @@ NO_DATA --split 9,1,0 --train-data-path y
 """
 
 
-@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BAD))
+@pytest.mark.parametrize(("flags", "world_size", "phrases"), cases_of(BAD))
 def test_a_bad_flag_is_answered_with_flag_value_and_rule(
-    flags: str, world_size: int, words: list[str]
+    flags: str, world_size: int, phrases: list[str]
 ) -> None:
-    check_words(flags, world_size, words)
+    check_words(flags, world_size, phrases)
 
 
 @pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
@@ -340,15 +340,15 @@ def test_a_recipe_is_a_command_line() -> None:
     base += ["--rampup-batch-size", "1", "2", "3", "--partition", "1-3"]
     recipe = read_recipe(RECIPE, [], "r.yaml")
     assert recipe == ([*base, "--lr", "0.001", "--bf16"], 1, 1)
-    words = ["task=b", "gpus=2x4", "hidden-size=8", "disable_bias_linear=false", "partition="]
-    recipe = read_recipe(RECIPE, words, "r.yaml")
+    changes = ["task=b", "gpus=2x4", "hidden-size=8", "disable_bias_linear=false", "partition="]
+    recipe = read_recipe(RECIPE, changes, "r.yaml")
     assert recipe == (["--hidden-size", "8", *base[3:7], "--lr", "2e-4"], 2, 4)
     flags = read_recipe({**RECIPE, "lr": 3}, [], "r.yaml").flags
     assert flags[flags.index("--lr") + 1] == "0.001"  # variants win
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "message"),
+    ("change", "arguments", "message"),
     [
         ({"num_layrs": 3}, [], "r.yaml: num_layrs is not a setting: the nearest is num_layers"),
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
@@ -363,6 +363,8 @@ def test_a_recipe_is_a_command_line() -> None:
         ({}, ["gpus=3"], "r.yaml has 1, 2x4; choose of them"),
     ],
 )
-def test_a_wrong_recipe_is_refused(change: dict[str, Any], words: list[str], message: str) -> None:
+def test_a_wrong_recipe_is_refused(
+    change: dict[str, Any], arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        read_recipe({**RECIPE, **change}, words, "r.yaml")
+        read_recipe({**RECIPE, **change}, arguments, "r.yaml")

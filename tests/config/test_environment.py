@@ -35,8 +35,8 @@ def test_single_variables() -> None:
     for value, interface in (("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)):
         assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
     for value in ("True", "False", ""):
-        found = Environment.read({"TORCHELASTIC_USE_AGENT_STORE": value})
-        assert found.has_agent_store == (value == "True")
+        environment = Environment.read({"TORCHELASTIC_USE_AGENT_STORE": value})
+        assert environment.has_agent_store == (value == "True")
     assert Environment.read({"OMP_NUM_THREADS": "4,2"}).omp_num_threads == 4
 
 
@@ -76,7 +76,7 @@ def test_the_process_itself_is_read_by_default(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "phrases"),
     [
         ({"RANK": "5,7"}, ("RANK", "'5,7'", "whole number")),
         ({"RANK": "five"}, ("RANK", "'five'", "whole number")),
@@ -90,13 +90,13 @@ def test_the_process_itself_is_read_by_default(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_bad_variable_is_named_with_its_rule(
-    change: dict[str, str], words: tuple[str, ...]
+    change: dict[str, str], phrases: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         Environment.read(TORCHRUN | change)
     text = str(caught.value)
     assert "\n" not in text
-    for word in words:
+    for word in phrases:
         assert word in text
 
 
@@ -112,7 +112,7 @@ def test_a_secret_is_known_by_a_word_of_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("command", "shown"),
     [
         ("--wandb-key abc --lr 1", "--wandb-key *** --lr 1"),
         ("--wandb-key=abc", "--wandb-key=***"),
@@ -125,7 +125,7 @@ def test_a_secret_is_known_by_a_word_of_its_name() -> None:
         ("--lr 1 'a  b'", None),
     ],
 )
-def test_secrets_of_a_command_line_are_hidden(given: str, shown: str | None) -> None:
-    text = masked_text(given)
-    assert text.replace("'", "") == (given if shown is None else shown).replace("'", "")
-    assert masked(shlex.split(given)) == shlex.split(text)
+def test_secrets_of_a_command_line_are_hidden(command: str, shown: str | None) -> None:
+    text = masked_text(command)
+    assert text.replace("'", "") == (command if shown is None else shown).replace("'", "")
+    assert masked(shlex.split(command)) == shlex.split(text)

@@ -51,6 +51,8 @@ BROKEN = """\
     => --sequence-slices auto | --seq-length 31 | too short | 32
 --sequence-slices none => --sequence-slices | 'none'
 --sequence-slices 0 => --sequence-slices | 0 is too small, give at least 1
+--sequence-slices auto --pipeline-schedule 1f1b PP2 @2
+    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto: it measures
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
@@ -228,9 +230,9 @@ PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
 """
 
 
-@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BROKEN))
-def test_a_broken_rule_is_named(flags: str, world_size: int, words: list[str]) -> None:
-    check_words(flags, world_size, words)
+@pytest.mark.parametrize(("flags", "world_size", "phrases"), cases_of(BROKEN))
+def test_a_broken_rule_is_named(flags: str, world_size: int, phrases: list[str]) -> None:
+    check_words(flags, world_size, phrases)
 
 
 RUNNING = """\

@@ -76,13 +76,13 @@ def _words(folder: Path, document: dict[str, Any]) -> list[str]:
 
 def _numbers(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Returns the paths of all numbers of a document."""
-    found: list[tuple[str, ...]] = []
+    paths: list[tuple[str, ...]] = []
     for key, value in document.items():
         if isinstance(value, dict):
-            found += [(key, *path) for path in _numbers(value)]
+            paths += [(key, *path) for path in _numbers(value)]
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((key,))
-    return found
+            paths.append((key,))
+    return paths
 
 
 def _with(document: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -98,22 +98,22 @@ def test_no_number_is_cut_or_rounded(document: dict[str, Any], tmp_path: Path) -
     for path in _numbers(document):
         value = 12345.678901234567
         try:
-            words = _words(tmp_path, _with(document, path, value))
+            flags = _words(tmp_path, _with(document, path, value))
         except ConfigError as error:
-            words = [f"refused {path[-1]}"] * (path[-1] in str(error))
-        changed = {*words} - {*whole}
+            flags = [f"refused {path[-1]}"] * (path[-1] in str(error))
+        changed = {*flags} - {*whole}
         assert changed & {repr(value), repr(value**-0.5), f"refused {path[-1]}"}, path
 
 
 def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rope_theta is 10000\.5: it must be a whole number"):
         _words(tmp_path, {**LLAMA, "rope_theta": 10000.5})
-    words = _words(tmp_path, {**LLAMA, "rope_theta": 1e7})
-    assert words[words.index("--rotary-base") + 1] == "10000000"
+    flags = _words(tmp_path, {**LLAMA, "rope_theta": 1e7})
+    assert flags[flags.index("--rotary-base") + 1] == "10000000"
 
 
 @pytest.mark.parametrize(
-    ("document", "keys", "words"),
+    ("document", "keys", "message"),
     [
         (LLAMA, {"hidden_size": 64.0}, "hidden_size is 64.0: it must be a whole number"),
         (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers is True: it must be a whole"),
@@ -142,21 +142,21 @@ def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_another_kind_are_named(
-    document: dict[str, Any], keys: dict[str, Any], words: str, tmp_path: Path
+    document: dict[str, Any], keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         _words(tmp_path, {**document, **keys})
 
 
 def test_what_stands_beside_the_kind_of_a_rotation_wins(tmp_path: Path) -> None:
     """As in transformers, which takes the base beside the kind, and the old key before the new."""
     inner = {"rope_type": "default", "rope_theta": 7000.0}
-    words = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
-    assert words[words.index("--rotary-base") + 1] == "7000"
+    flags = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
+    assert flags[flags.index("--rotary-base") + 1] == "7000"
     old = {"type": "linear", "factor": 2.0}
-    words = _words(tmp_path, {**LLAMA, "rope_scaling": old, "rope_parameters": inner})
-    assert words[words.index("--rotary-base") + 1] == "10000"
-    assert "--rotary-seq-len-interpolation-factor" in words
+    flags = _words(tmp_path, {**LLAMA, "rope_scaling": old, "rope_parameters": inner})
+    assert flags[flags.index("--rotary-base") + 1] == "10000"
+    assert "--rotary-seq-len-interpolation-factor" in flags
 
 
 BOOKKEEPING = {
@@ -199,7 +199,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "words"),
+    ("kind", "keys", "message"),
     [
         ("olmo2", {}, "nearest is llama, which lacks norms over all heads of queries and keys"),
         (
@@ -213,14 +213,14 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
     ],
 )
 def test_the_nearest_family_is_named_with_what_it_lacks(
-    kind: str, keys: dict[str, Any], words: str, tmp_path: Path
+    kind: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"model_type '{kind}' is not known; .*{words}"):
+    with pytest.raises(ConfigError, match=f"model_type '{kind}' is not known; .*{message}"):
         _words(tmp_path, {**LLAMA, "model_type": kind, **keys})
 
 
 @pytest.mark.parametrize(
-    ("key", "part", "words"),
+    ("key", "part", "message"),
     [
         ("text_config", LLAMA, "its text part, llama, can be read: save only that, with text_co"),
         ("text_config", GEMMA, "its text part, gemma3_text, can be read"),
@@ -233,10 +233,10 @@ def test_the_nearest_family_is_named_with_what_it_lacks(
     ],
 )
 def test_the_text_part_of_several_kinds_of_input_is_named(
-    key: str, part: dict[str, Any], words: str, tmp_path: Path
+    key: str, part: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     document = {"model_type": "several", key: part, "vision_config": {"hidden_size": 8}}
-    with pytest.raises(ConfigError, match=f"'several' takes more than text; {words}"):
+    with pytest.raises(ConfigError, match=f"'several' takes more than text; {message}"):
         _words(tmp_path, document)
 
 
@@ -264,9 +264,9 @@ def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -
     """The file of flags that a checkpoint carries gives the same run as the folder."""
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
     for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
-        words = _words(tmp_path, document)
+        flags = _words(tmp_path, document)
         settings = load_config(tmp_path).settings
-        from_words = parse([*run, *words], world_size=1)
+        from_words = parse([*run, *flags], world_size=1)
         assert from_words == parse(run, world_size=1, settings=settings)
         assert from_words.model == parse([*run, "--load-hf", str(tmp_path)], world_size=1).model
 

@@ -130,6 +130,6 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
 
 
 def test_long_integers_are_taken_where_numbers_are_not_checked() -> None:
-    found = parse_json('{"a": ' + "9" * 5000 + ', "b": -' + "9" * 5000 + "}", strict=False)
-    assert found == {"a": float("inf"), "b": float("-inf")}
+    parsed = parse_json('{"a": ' + "9" * 5000 + ', "b": -' + "9" * 5000 + "}", strict=False)
+    assert parsed == {"a": float("inf"), "b": float("-inf")}
     assert parse_json("1" * 30, strict=False) == int("1" * 30)

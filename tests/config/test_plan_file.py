@@ -49,8 +49,8 @@ def planned(tmp_path: Path) -> Planned:
     def run(plan: dict[str, Any], flags: str = "", processes: int = 12) -> TrainerConfig:
         path = tmp_path / "plan.json"
         path.write_text(json.dumps(plan))
-        words = [f"--plan={path}"] if flags else ["--plan", str(path)]
-        return parse([*MODEL.split(), *words, *flags.split()], world_size=processes)
+        plan_flags = [f"--plan={path}"] if flags else ["--plan", str(path)]
+        return parse([*MODEL.split(), *plan_flags, *flags.split()], world_size=processes)
 
     return run
 
@@ -72,7 +72,7 @@ def test_chunks_and_recompute(recompute: str, planned: Planned) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "processes", "words"),
+    ("flags", "processes", "message"),
     [
         ("--micro-batch-size 1", 12, "--micro-batch-size 1: --plan .* says 2; leave one of them"),
         ("--partition 2-3-3", 12, "--partition 2-3-3: --plan .* says 3-3-2"),
@@ -82,14 +82,14 @@ def test_chunks_and_recompute(recompute: str, planned: Planned) -> None:
     ],
 )
 def test_what_contradicts_the_plan_is_named(
-    flags: str, processes: int, words: str, planned: Planned
+    flags: str, processes: int, message: str, planned: Planned
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         planned(PLAN, flags, processes)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"recompute": "some"}, "recompute is 'some': it must be one of none, selective, full"),
         ({"distributed_optimizer": 1}, "distributed_optimizer is 1: it must be true or false"),
@@ -113,8 +113,8 @@ def test_what_contradicts_the_plan_is_named(
         ({"placement": [{"nodes": 1}]}, r"placement\[0\].processes_per_node is missing"),
     ],
 )
-def test_a_bad_plan_is_named(change: dict[str, Any], words: str, planned: Planned) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_bad_plan_is_named(change: dict[str, Any], message: str, planned: Planned) -> None:
+    with pytest.raises(ConfigError, match=message):
         planned({**PLAN, **change})
 
 

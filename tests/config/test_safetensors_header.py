@@ -49,9 +49,9 @@ def _is_taken(path: Path) -> bool:
 
 def _agree(path: Path) -> bool:
     """Returns the verdict of both readers, which is the same."""
-    ours = _is_taken(path)
-    assert ours == _is_taken_by_the_package(path), path.read_bytes()[:2000]
-    return ours
+    is_taken = _is_taken(path)
+    assert is_taken == _is_taken_by_the_package(path), path.read_bytes()[:2000]
+    return is_taken
 
 
 def _tensor(begin: int, end: int, shape: Sequence[Any] = (2,), dtype: str = "F32") -> Header:

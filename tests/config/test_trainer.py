@@ -153,13 +153,13 @@ def test_values_that_follow_from_flags(flags: str, world_size: int, values: list
 
 
 def test_every_setting_of_the_transports() -> None:
-    given = small(
+    config = small(
         "--transport rdma --transport-slot-bytes 65536 --transport-slots 12 --transport-crc "
         "--transport-silence-s 1.5 --transport-gpu pinned --transport-interface ib0 "
         "--rdma-device mlx5_0:1 --rdma-gid-index 3 --rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
     ).transport
     values = ("rdma", 65536, 12, True, 1.5, "pinned", "ib0", "mlx5_0:1", 3, 4096, 4)
-    assert tuple(dataclasses.asdict(given).values()) == values
+    assert tuple(dataclasses.asdict(config).values()) == values
 
 
 def test_microbatches_are_dealt_out_to_unequal_stages() -> None:

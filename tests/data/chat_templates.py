@@ -87,7 +87,7 @@ _LAST_QUERY = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-# Sets r to the thoughts of a message and c to what it says besides.
+# Sets r to the thoughts of a message and c to the rest of its text.
 _THOUGHTS = (
     "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
     "{% if c is string and '</think>' in c %}"

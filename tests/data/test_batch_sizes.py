@@ -62,14 +62,14 @@ def test_ramp_up_equals_megatron_core() -> None:
     for _ in range(60):
         micro, copies, last, ramp = random_case(rng)
         sizes = sizes_of(last, ramp, micro=micro, copies=copies)
-        theirs = RampupBatchsizeNumMicroBatchesCalculator(
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
             last, micro, copies, False, 1, ramp[0], ramp[1], ramp[2]
         )
         boundaries = [ramp[2] * part // 40 + shift for part in range(41) for shift in (-1, 0, 1)]
         for samples in (0, *filter(lambda count: count > 0, boundaries), ramp[2] * 3):
-            theirs.update(samples, consistency_check=True)
-            assert sizes.global_batch_size_at(samples) == theirs.get_current_global_batch_size()
-            assert sizes.num_microbatches_at(samples) == theirs.get()
+            calculator.update(samples, consistency_check=True)
+            assert sizes.global_batch_size_at(samples) == calculator.get_current_global_batch_size()
+            assert sizes.num_microbatches_at(samples) == calculator.get()
 
 
 def test_iterations_are_the_batches_that_fit() -> None:

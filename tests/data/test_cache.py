@@ -1,4 +1,4 @@
-"""Arrays kept in files: damage of any kind is found, said once, and the file made anew."""
+"""Arrays kept in files: any damage is found and reported once, and the file is made again."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Maker:
             assert np.array_equal(array, expected)
 
 
-def _flip(path: Path, at: int, bit: int = 0) -> None:
+def _flip(path: Path, offset: int, bit: int = 0) -> None:
     raw = bytearray(path.read_bytes())
-    raw[at] ^= 1 << bit
+    raw[offset] ^= 1 << bit
     path.write_bytes(raw)
 
 
@@ -94,7 +94,9 @@ def test_damaged_files_are_made_anew(
     assert maker.times == 3  # one of them by the check
     maker.check(tmp_path)
     assert maker.times == 4
-    messages = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    messages = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     if damage == "missing":
         assert messages == []
     else:
@@ -149,8 +151,11 @@ def test_a_whole_file_is_mapped_and_not_written(tmp_path: Path) -> None:
 def test_arrays_without_elements_are_kept(tmp_path: Path) -> None:
     empty = [np.zeros(0, np.int32), np.zeros(0, np.bool_)]
     for _ in range(2):
-        found = cached_arrays(str(tmp_path), NAMES, lambda: empty)
-        assert [(one.dtype, one.shape) for one in found] == [(np.int32, (0,)), (np.bool_, (0,))]
+        arrays = cached_arrays(str(tmp_path), NAMES, lambda: empty)
+        assert [(array.dtype, array.shape) for array in arrays] == [
+            (np.int32, (0,)),
+            (np.bool_, (0,)),
+        ]
 
 
 def test_a_pipe_for_a_lock_is_not_waited_for(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> Hug
     return HuggingFaceTokenizer(folder)
 
 
-def _ids(tokenizer: HuggingFaceTokenizer, given: Given) -> Masked | None:
+def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
     """Returns tokens and mask, or ``None`` if the template refuses the conversation."""
     try:
-        return tokenizer.conversation(Conversation(**given))
+        return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
         message = str(error)
     assert "refuses the conversation" in message
@@ -68,9 +68,11 @@ class Reference:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.tokenizer.chat_template = template
 
-    def text(self, given: Given, *, count: int | None = None, asks: bool = False) -> str | None:
+    def text(
+        self, conversation: Given, *, count: int | None = None, asks: bool = False
+    ) -> str | None:
         """Returns what the template writes of the first messages, ``None`` if it refuses them."""
-        whole = joined(copy.deepcopy(given))
+        whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
             return None  # transformers takes no conversation without a message
         try:
@@ -81,38 +83,38 @@ class Reference:
             return None
         return str(text)
 
-    def marked(self, given: Given) -> Masked | None:
+    def marked(self, conversation: Given) -> Masked | None:
         """Returns tokens, and which of them the template marks."""
-        whole = joined(copy.deepcopy(given))
+        whole = joined(copy.deepcopy(conversation))
         try:
-            found = self.tokenizer.apply_chat_template(
+            encoded = self.tokenizer.apply_chat_template(
                 whole.pop("messages"), return_dict=True, return_assistant_tokens_mask=True, **whole
             )
         except Exception:  # whatever a template raises
             return None
-        return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+        return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
-    def by_position(self, given: Given) -> list[bool] | None:
+    def by_position(self, conversation: Given) -> list[bool] | None:
         """Returns which tokens lie between a prompt and the next turn.
 
         ``None`` if a template writes an answer otherwise once others follow, or prompts for
         another one: then no position of one text is one of the other.
         """
-        text = self.text(given)
+        text = self.text(conversation)
         assert text is not None
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         taught = [False] * len(encoding.input_ids)
-        for number, message in enumerate(given["messages"]):
+        for number, message in enumerate(conversation["messages"]):
             if message["role"] != "assistant":
                 continue
-            prompt = self.text(given, count=number, asks=True)
-            ended = self.text(given, count=number + 1)
+            prompt = self.text(conversation, count=number, asks=True)
+            ended = self.text(conversation, count=number + 1)
             if prompt is None or ended is None:
                 return None
             if not ended.startswith(prompt) or not text.startswith(ended):
                 return None
-            for at, (begin, end) in enumerate(encoding.offset_mapping):
-                taught[at] |= end > len(prompt) and begin < len(ended)
+            for index, (begin, end) in enumerate(encoding.offset_mapping):
+                taught[index] |= end > len(prompt) and begin < len(ended)
         return taught
 
 
@@ -130,44 +132,44 @@ def joined(value: Any) -> Any:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
-    ours, theirs = _ours(folder, TEMPLATES[family]), Reference(folder, TEMPLATES[family])
-    for shape, given in SHAPES.items():
-        assert _ids(ours, given) == theirs.marked(given), shape
+    tokenizer, reference = _ours(folder, TEMPLATES[family]), Reference(folder, TEMPLATES[family])
+    for shape, conversation in SHAPES.items():
+        assert _ids(tokenizer, conversation) == reference.marked(conversation), shape
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
     """Without marks: against positions in what ``transformers`` writes, and the marked twin."""
     template = unmarked(TEMPLATES[family])
-    ours, theirs = _ours(folder, template), Reference(folder, template)
+    tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
-    for shape, given in SHAPES.items():
-        found, expected = _ids(ours, given), twin.marked(given)
-        assert (found is None) == (expected is None), shape
-        if found is None or expected is None:
+    for shape, conversation in SHAPES.items():
+        answer, expected = _ids(tokenizer, conversation), twin.marked(conversation)
+        assert (answer is None) == (expected is None), shape
+        if answer is None or expected is None:
             continue
-        assert found[0] == expected[0], shape
-        taught = theirs.by_position(given)
-        assert found[1] == (expected[1] if taught is None else taught), shape
+        assert answer[0] == expected[0], shape
+        taught = reference.by_position(conversation)
+        assert answer[1] == (expected[1] if taught is None else taught), shape
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
     """Templates refuse few of them, and positions are known for most of the others."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
-        theirs = Reference(folder, template)
-        for given in SHAPES.values():
-            if theirs.text(given) is None:
+        reference = Reference(folder, template)
+        for conversation in SHAPES.values():
+            if reference.text(conversation) is None:
                 counts["refused"] += 1
             else:
-                counts["by position" if theirs.by_position(given) else "by the twin"] += 1
+                counts["by position" if reference.by_position(conversation) else "by the twin"] += 1
     assert counts["refused"] < 0.1 * counts.total()
     assert counts["by position"] > 0.6 * counts.total()
     assert counts["by the twin"] > 100
 
 
-def _taught(tokenizer: HuggingFaceTokenizer, given: Given) -> str:
-    ids, taught = tokenizer.conversation(Conversation(**given))
+def _taught(tokenizer: HuggingFaceTokenizer, conversation: Given) -> str:
+    ids, taught = tokenizer.conversation(Conversation(**conversation))
     return tokenizer.detokenize(index for index, mark in zip(ids, taught, strict=True) if mark)
 
 

@@ -61,7 +61,7 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Documents that hold their own number, so that a token tells where it came from."""
+    """Documents that hold their own number, so that a token identifies its document."""
     return [[first + number] * length for number in range(count)]
 
 
@@ -69,7 +69,7 @@ def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("words", "blend"),
+    ("arguments", "blend"),
     [
         (["a"], (["a"], None)),
         (["a", "b"], (["a", "b"], None)),
@@ -79,12 +79,12 @@ def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
         (["1", "a"], (["a"], None)),
     ],
 )
-def test_blends_are_read(words: list[str], blend: Blend) -> None:
-    assert parse_blend(words) == blend
+def test_blends_are_read(arguments: list[str], blend: Blend) -> None:
+    assert parse_blend(arguments) == blend
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "is empty"),
         (["0.3", "a", "b", "c"], "0.3 a b c: not every prefix has a weight above 0"),
@@ -94,9 +94,9 @@ def test_blends_are_read(words: list[str], blend: Blend) -> None:
         (["nan", "a", "1", "b"], "a weight above 0"),
     ],
 )
-def test_wrong_blends_are_named(words: list[str], message: str) -> None:
+def test_wrong_blends_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_blend(words)
+        parse_blend(arguments)
 
 
 # Samples
@@ -173,8 +173,8 @@ def test_without_weights_all_is_taken_once(write_tokens: Write, tmp_path: Path) 
 
 def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) -> None:
     a, b, c = (write_tokens(_numbered(5, 40, first=10 * i), name="abc"[i]) for i in range(3))
-    own = {"data_path": None, "train_data_path": ("1", a, "1", b), "valid_data_path": (c,)}
-    train, valid, test = _build("", tmp_path, NullTokenizer(99), (20, 4, 4), **own)
+    paths = {"data_path": None, "train_data_path": ("1", a, "1", b), "valid_data_path": (c,)}
+    train, valid, test = _build("", tmp_path, NullTokenizer(99), (20, 4, 4), **paths)
     assert train is not None
     assert valid is not None
     assert test is None

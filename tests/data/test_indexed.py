@@ -112,15 +112,15 @@ def test_an_id_outside_the_vocabulary_is_named(write_tokens: Write) -> None:
         check_vocabulary_fits(check_indexed(write_tokens([[1, -5]], dtype=np.int32)), 8)
 
 
-@pytest.mark.parametrize("place", [0, 20_000, 39_999])
+@pytest.mark.parametrize("start", [0, 20_000, 39_999])
 def test_large_data_is_sampled_from_end_to_end(
-    write_tokens: Write, monkeypatch: pytest.MonkeyPatch, place: int
+    write_tokens: Write, monkeypatch: pytest.MonkeyPatch, start: int
 ) -> None:
     monkeypatch.setattr(indexed, "_SCAN_WHOLE_BYTES", 40_000)
     monkeypatch.setattr(indexed, "_PIECE_BYTES", 400)
     tokens = [3] * 40_000
-    # As foreign data would look: not a single stray id.
-    tokens[place : place + 500] = [900] * len(tokens[place : place + 500])
+    # Foreign data has many wrong ids, not a single one.
+    tokens[start : start + 500] = [900] * len(tokens[start : start + 500])
     prefix = write_tokens([tokens])
     check_vocabulary_fits(check_indexed(prefix), 901)
     with pytest.raises(DataError, match="holds id 900"):

@@ -103,10 +103,10 @@ def test_every_shape_takes_the_same_documents(
         replicas: int, consumed: int, steps: int, deal: Deal | None = None
     ) -> list[list[tuple[int, ...]]]:
         batching = Batching(micro_batch_size=1, varies=True, pack_to=pack_to, replicas=replicas)
-        given = {"consumed_samples": consumed, "batching": batching}
-        loaders = [MicrobatchLoader(dataset, dp_rank=r, **given) for r in range(replicas)]
-        silent = MicrobatchLoader(dataset, dp_rank=0, reads=False, **given)
-        found = []
+        options = {"consumed_samples": consumed, "batching": batching}
+        loaders = [MicrobatchLoader(dataset, dp_rank=r, **options) for r in range(replicas)]
+        silent = MicrobatchLoader(dataset, dp_rank=0, reads=False, **options)
+        steps_read = []
         for _ in range(steps):
             # Also where a replica is dealt less than its siblings.
             parts = [loader.step(16 // replicas, deal) for loader in loaders]
@@ -117,19 +117,19 @@ def test_every_shape_takes_the_same_documents(
             for batch in (batch for part in parts for batch in part):
                 rows = batch["tokens"][batch["loss_mask"] > 0]
                 lengths = batch["lengths"].tolist() if pack_to else [len(rows)]
-                documents += [tuple(one.tolist()) for one in rows.split(lengths)]
+                documents += [tuple(document.tolist()) for document in rows.split(lengths)]
                 if pack_to:
                     positions = batch["position_ids"][0].split(lengths)
                     assert all(p.tolist() == list(range(len(p))) for p in positions)
                 assert batch["tokens"].shape[1] <= (pack_to or LONGEST)
             assert parts[0].load.tokens == sum(map(len, documents))
             if pack_to:
-                own = parts[0]
-                assert [b["lengths"].tolist() for b in own] == [
+                rows_of_replica = parts[0]
+                assert [b["lengths"].tolist() for b in rows_of_replica] == [
                     b["lengths"].tolist() for b in beside
                 ]
-            found.append(sorted(documents))
-        return found
+            steps_read.append(sorted(documents))
+        return steps_read
 
     whole = taken(1, 0, 6)
     assert taken(2, 0, 2) + taken(4, 32, 4) == whole
@@ -188,7 +188,7 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"tools": "weather"}, "talks.jsonl:1: tools is no list of objects"),
         ({"documents": [1]}, "talks.jsonl:1: documents is no list of objects"),
@@ -204,11 +204,11 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
     ],
 )
 def test_fields_of_another_kind_are_named(
-    tmp_path: Path, fields: dict[str, Any], words: str
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({**WELL, **fields}) + "\n")
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=message):
         build(path, tmp_path, 1, sft=True)
 
 

@@ -188,7 +188,7 @@ def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
 
 
 class PidOf(Numbered):
-    """Samples that tell which process read them."""
+    """Samples that contain the number of the process that read them."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"tokens": torch.tensor([os.getpid()])}

@@ -210,8 +210,8 @@ def test_wrong_options_are_named(
 def test_inputs_are_expanded_sorted_and_taken_once(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "[x].jsonl"):
         (tmp_path / name).write_text("{}")
-    found = expand_inputs([str(tmp_path / "b.jsonl"), str(tmp_path / "[ab].jsonl")])
-    assert [path.name for path in found] == ["b.jsonl", "a.jsonl"]
+    expanded = expand_inputs([str(tmp_path / "b.jsonl"), str(tmp_path / "[ab].jsonl")])
+    assert [path.name for path in expanded] == ["b.jsonl", "a.jsonl"]
     assert expand_inputs([str(tmp_path / "[x].jsonl")]) == (tmp_path / "[x].jsonl",)
     for pattern, message in (("*.txt", "no such file"), ("", "is not a regular file")):
         with pytest.raises(DataError, match=message):

@@ -150,7 +150,7 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "settings", "message"),
     [
         ("GPT2BPETokenizer", {}, "--vocab-file"),
         ("GPT2BPETokenizer", {"vocab_file": "vocab.json"}, "needs --merge-file"),
@@ -159,9 +159,9 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str, message: str) -> None:
         ("SentencePieceTokenizer", {}, "--tokenizer-model"),
     ],
 )
-def test_missing_flags_are_named(kind: str, given: dict[str, str], message: str) -> None:
+def test_missing_flags_are_named(kind: str, settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_tokenizer(TokenizerConfig(tokenizer_type=kind, **given))  # type: ignore[arg-type]
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, **settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,9 @@ def test_vocabularies_that_would_lose_text_are_refused(files: tuple[Path, Path])
     vocab, merges = files
     whole = json.loads(vocab.read_text())
     for less, message in ((END_OF_DOCUMENT, "lacks '<|endoftext|>'"), ("z", "lacks 'z'")):
-        vocab.write_text(json.dumps({token: at for token, at in whole.items() if token != less}))
+        vocab.write_text(
+            json.dumps({token: index for token, index in whole.items() if token != less})
+        )
         with pytest.raises(DataError, match=re.escape(message)):
             GPT2BPETokenizer(vocab, merges)
     vocab.write_text(json.dumps({**whole, "z": whole["a"]}))
@@ -226,7 +228,7 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    encoder.enable_truncation(10)  # as some folders have it; it has no meaning here
+    encoder.enable_truncation(10)  # some folders contain it; it has no meaning here
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}
@@ -234,23 +236,25 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _build(kind: str, model: Path, **given: Any) -> Tokenizer:
+def _build(kind: str, model: Path, **settings: Any) -> Tokenizer:
     return build_tokenizer(
-        TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model), **given)
+        TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model), **settings)
     )
 
 
 def test_a_folder_gives_the_tokens_of_transformers(folder: Path, corpus: Corpus) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    ours = _build("HuggingFaceTokenizer", folder)
-    assert ours.vocab_size == len(theirs) == 402
-    assert ours.eod == theirs.eos_token_id
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = _build("HuggingFaceTokenizer", folder)
+    assert tokenizer.vocab_size == len(reference) == 402
+    assert tokenizer.eod == reference.eos_token_id
     texts = [*MIXED[:-1], *corpus.jsonl.read_text().splitlines()]
-    expected = [theirs(text, add_special_tokens=False).input_ids for text in texts]
-    assert ours.tokenize_batch(texts) == expected == [ours.tokenize(text) for text in texts]
-    assert ours.detokenize(expected[0]) == texts[0]
+    expected = [reference(text, add_special_tokens=False).input_ids for text in texts]
+    assert (
+        tokenizer.tokenize_batch(texts) == expected == [tokenizer.tokenize(text) for text in texts]
+    )
+    assert tokenizer.detokenize(expected[0]) == texts[0]
 
 
 def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
@@ -258,14 +262,14 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
 
     said = [("system", "short"), ("user", "a ✓"), ("assistant", " b 🙂 "), ("user", "b 🙂")]
     said += [("assistant", "d")]
-    ours = _build("HuggingFaceTokenizer", folder)
+    tokenizer = _build("HuggingFaceTokenizer", folder)
     messages = [{"role": role, "content": content} for role, content in said]
-    ids, taught = ours.conversation(Conversation(messages=messages))
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    assert ids == theirs.apply_chat_template(messages, return_dict=False)
+    ids, taught = tokenizer.conversation(Conversation(messages=messages))
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == reference.apply_chat_template(messages, return_dict=False)
     parts = [
-        ours.detokenize([index for index, _ in run])
-        for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda at: at[1])
+        tokenizer.detokenize([index for index, _ in run])
+        for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda pair: pair[1])
         if is_taught
     ]
     # Earlier answers are without the thoughts that the template gives the last one.
@@ -313,13 +317,13 @@ def test_sentencepiece_gives_its_own_tokens(corpus: Corpus, tmp_path: Path) -> N
         byte_fallback=True,
         minloglevel=2,
     )
-    theirs = package.SentencePieceProcessor(model_file=str(tmp_path / "made.model"))
-    for kind, begin in (("SentencePieceTokenizer", []), ("Llama2Tokenizer", [theirs.bos_id()])):
-        ours = _build(kind, tmp_path / "made.model")
-        expected = [[*begin, *theirs.encode(text)] for text in MIXED[:-1]]
-        assert ours.tokenize_batch(MIXED)[:-1] == expected
-        assert [ours.tokenize(text) for text in MIXED[:-1]] == expected
-        assert (ours.vocab_size, ours.eod) == (330, theirs.eos_id())
+    reference = package.SentencePieceProcessor(model_file=str(tmp_path / "made.model"))
+    for kind, begin in (("SentencePieceTokenizer", []), ("Llama2Tokenizer", [reference.bos_id()])):
+        tokenizer = _build(kind, tmp_path / "made.model")
+        expected = [[*begin, *reference.encode(text)] for text in MIXED[:-1]]
+        assert tokenizer.tokenize_batch(MIXED)[:-1] == expected
+        assert [tokenizer.tokenize(text) for text in MIXED[:-1]] == expected
+        assert (tokenizer.vocab_size, tokenizer.eod) == (330, reference.eos_id())
     with pytest.raises(DataError, match="no model of SentencePiece"):
         _build("SentencePieceTokenizer", corpus.vocab_file)
 
@@ -329,20 +333,22 @@ def test_tiktoken_is_as_megatron_core_builds_it(pattern: str, tmp_path: Path) ->
     pytest.importorskip("tiktoken")
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
-    tokens = [*(bytes([at]) for at in range(256)), b"do", b"don", b" c", b"12", b"\n\n"]
+    tokens = [*(bytes([index]) for index in range(256)), b"do", b"don", b" c", b"12", b"\n\n"]
     ranks = [
-        {"rank": at, "token_bytes": base64.b64encode(one).decode(), "token_str": ""}
-        for at, one in enumerate(tokens)
+        {"rank": index, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+        for index, token in enumerate(tokens)
     ]
     file = tmp_path / "made.json"
     file.write_text(json.dumps(ranks))
-    given = {"vocab_size": 280, "tiktoken_num_special_tokens": 19, "tiktoken_pattern": pattern}
-    ours = _build("TikTokenizer", file, **given)
-    theirs = TikTokenTokenizer(str(file), None, 19, pattern=pattern, vocab_size=280)
-    assert [ours.tokenize(text) for text in MIXED] == [theirs.text_to_ids(text) for text in MIXED]
-    assert (ours.vocab_size, ours.eod) == (280, theirs.eod)
+    settings = {"vocab_size": 280, "tiktoken_num_special_tokens": 19, "tiktoken_pattern": pattern}
+    tokenizer = _build("TikTokenizer", file, **settings)
+    reference = TikTokenTokenizer(str(file), None, 19, pattern=pattern, vocab_size=280)
+    assert [tokenizer.tokenize(text) for text in MIXED] == [
+        reference.text_to_ids(text) for text in MIXED
+    ]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (280, reference.eod)
     with pytest.raises(DataError, match="--vocab-size 300 less --tiktoken-num-special-tokens 19"):
-        _build("TikTokenizer", file, **given | {"vocab_size": 300})
+        _build("TikTokenizer", file, **settings | {"vocab_size": 300})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

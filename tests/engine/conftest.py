@@ -32,8 +32,8 @@ def start(tmp_path: Path) -> Start:
 
     def run(program: str, argument: str, size: int) -> list[Any]:
         log = tmp_path / "output.txt"
-        words = [program, argument, str(tmp_path)]
-        status = run_ranks([str(MEMBERS), *words], world_size=size, log=log, limit_s=WATCHDOG_S)
+        arguments = [program, argument, str(tmp_path)]
+        status = run_ranks([str(MEMBERS), *arguments], world_size=size, log=log, limit_s=WATCHDOG_S)
         assert status == 0, tail(log)
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
 

@@ -56,14 +56,14 @@ class Case:
     """One random pipeline.
 
     Attributes:
-        placement: of its stages.
+        placement: Placement of its stages.
         size: members of each group.
-        name: of the schedule or rule.
-        microbatches: of the step.
-        pieces: of each weight gradient.
-        cap: of activations, ``None`` for a fixed order.
+        name: Name of the schedule or rule.
+        microbatches: Number of microbatches in the step.
+        pieces: Number of pieces of each weight gradient.
+        cap: Limit of activations, ``None`` for a fixed order.
         beside: actions may start beside others that communicate.
-        exchanges: in each forward and backward.
+        exchanges: Number of exchanges in each forward and backward.
         slow: the last member of each group takes so many times longer.
     """
 
@@ -180,10 +180,10 @@ class World:
 
     def _member(self, rank: int, policy: Policy) -> Member:
         case = self.case
-        pp_rank, place = divmod(rank, case.size)
+        pp_rank, tp_rank = divmod(rank, case.size)
         first, last = pp_rank * case.size, (pp_rank + 1) * case.size
         queue, decisions, agreement = CompletionQueue(), Line(), Agreement()
-        if place:
+        if tp_rank:
             reports = Line(lambda word: self._report(first, rank, word))
             agreement = Follower(decisions, reports, queue, 1.0)
         elif case.size > 1:
@@ -199,7 +199,7 @@ class World:
             weight_pieces=case.pieces,
             beside=case.beside,
         )
-        pace = case.slow if place == case.size - 1 else 1.0
+        pace = case.slow if tp_rank == case.size - 1 else 1.0
         return Member(rank, state, policy, agreement, queue, decisions, pace)
 
     # Channels
@@ -296,11 +296,11 @@ class World:
                 action = item.label.action
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
-    def _meet(self, member: Member, what: str) -> Meeting:
+    def _meet(self, member: Member, action: str) -> Meeting:
         """Begins the member's next exchange, which must be the same on the whole group."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
-        meeting.actions.add(what)
+        meeting.actions.add(action)
         meeting.count += 1
         if len(meeting.actions) > 1:
             self.errors.append(f"{sorted(meeting.actions)} time meet")
@@ -326,12 +326,12 @@ class World:
 
 def failures(cases: int, seed: int = 1) -> list[str]:
     """Runs random pipelines; returns the failure of each that failed."""
-    found = []
+    failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")
         if wrong := World(random_case(rng), rng).run():
-            found.append(f"case {number}: {wrong}")
-    return found
+            failed.append(f"case {number}: {wrong}")
+    return failed
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 WATCHDOG_S = 30.0
-FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # of the tensors below
+FORWARD_BYTES, BACKWARD_BYTES = 8, 16  # sizes of the tensors below
 ACTIVATION_BYTES, RETAINED_BYTES = 100, 30
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
@@ -251,11 +251,11 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
     """Another executor for a rank of the pipeline."""
     alone = pipeline.placement.num_ranks == 1
-    given: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
+    settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(
         placement=pipeline.placement,
         pp_rank=pp_rank,
         route=lambda position, microbatch: (10 + position, microbatch),
         transport=None if alone else pipeline.transports[pp_rank],
-        **given,
+        **settings,
     )

@@ -130,11 +130,11 @@ def agree(member: Member) -> dict[str, Any]:
 
     def feed() -> None:
         for step in range(len(policies)):
-            for one in inputs(step, 10 * member.rank + step):
+            for message in inputs(step, 10 * member.rank + step):
                 if member.rank == member.size - 1:
                     time.sleep(0.001)
-                arrived_ns[f"{step}:{one.label.action}"] = time.monotonic_ns()
-                member.transport.completions.put(one)
+                arrived_ns[f"{step}:{message.label.action}"] = time.monotonic_ns()
+                member.transport.completions.put(message)
 
     def when_run(action: Action) -> None:
         started_ns[f"{len(taken)}:{action}"] = time.monotonic_ns()
@@ -148,20 +148,20 @@ def agree(member: Member) -> dict[str, Any]:
         run_step(executor, policy, stages, weight_pieces=3 * (step in (2, 3)))
         taken.append(stages.actions)
     feeder.join(WATCHDOG_S)
-    words = words_of(agreement)
+    shared_words = words_of(agreement)
     agreement.close()
     return {
         "taken": taken,
         "arrived": arrived_ns,
         "started": started_ns,
         "static": [str(action) for action in static],
-        "words": words,
+        "words": shared_words,
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
 
 
 def words_of(agreement: Any) -> int | None:
-    """Numbers that went through the channel of decisions, where that can be told."""
+    """Returns the count of numbers that went through the channel of decisions, if it is known."""
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
@@ -169,9 +169,9 @@ def words_of(agreement: Any) -> int | None:
 def lacking(member: Member) -> list[str]:
     """A follower never gets one of its inputs."""
     agreement = member.agreement()
-    for one in inputs(0, 0):
-        if member.rank == 0 or str(one.label.action) != "F0-1":
-            member.transport.completions.put(one)
+    for message in inputs(0, 0):
+        if member.rank == 0 or str(message.label.action) != "F0-1":
+            member.transport.completions.put(message)
     timeout_s = 0.5 if member.rank == 0 else 1.0
     executor = make_executor(member.transport, agreement, timeout_s)
     return error_of(lambda: run_step(executor, ADAPTIVE, Writing()))
@@ -197,8 +197,8 @@ def many(member: Member) -> dict[str, Any]:
         for value in values:
             writer.publish(value, 20.0)
         writer.close()
-        for one in readers:
-            one.close()
+        for other in readers:
+            other.close()
         member.channels()
         dist.barrier()
         return {"read": values, "error": []}
@@ -249,10 +249,10 @@ def record(member: Member) -> dict[str, Any]:
     again.append(4, orders[0])
     again.write(group)
     dist.barrier()
-    found = ScheduleRecord.load(path)
+    loaded = ScheduleRecord.load(path)
     return {
-        "steps": found.steps,
-        "codes": [[found.codes(step, rank, 2) for rank in range(2)] for step in found.steps],
+        "steps": loaded.steps,
+        "codes": [[loaded.codes(step, rank, 2) for rank in range(2)] for step in loaded.steps],
         "pending": len(first._pending) + len(again._pending),
     }
 
@@ -284,7 +284,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Rank 0 asks and goes on though nobody else has asked yet."""
+    """Rank 0 asks and continues although no other rank has asked yet."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -326,7 +326,7 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    if program not in ("broken", "lost"):  # who waits for the end of another's process
+    if program not in ("broken", "lost"):  # these two wait for the end of another process
         dist.barrier()
     # A receive that timed out breaks gloo's connections: leave without taking them down.
     sys.stdout.flush()

@@ -230,9 +230,9 @@ def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Checks that two sets of gradients are not empty and are equal bit for bit."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().sum() > 0, name
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name

@@ -39,31 +39,34 @@ class WeightGradStore:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Any, given: Any, bias: Any, layer: Any, store: Any) -> Any:
-        ctx.save_for_backward(given)
+    def forward(ctx: Any, weight: Any, hidden: Any, bias: Any, layer: Any, store: Any) -> Any:
+        ctx.save_for_backward(hidden)
         ctx.layer, ctx.store, ctx.has_bias = layer, store, bias is not None
-        return F.linear(given, weight, bias)
+        return F.linear(hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (given,), (gradient,), layer = ctx.saved_tensors, gradients, ctx.layer
+        (hidden,), (gradient,), layer = ctx.saved_tensors, gradients, ctx.layer
         weight = layer.weight
-        rows, given = gradient.reshape(-1, gradient.shape[-1]), given.reshape(-1, given.shape[-1])
+        rows, hidden = (
+            gradient.reshape(-1, gradient.shape[-1]),
+            hidden.reshape(-1, hidden.shape[-1]),
+        )
         early = layer.fp8 and ctx.has_bias
         bias_gradient = rows.sum(dim=0) if early else None
 
-        def product(given: torch.Tensor, rows: torch.Tensor) -> Any:
+        def product(hidden: torch.Tensor, rows: torch.Tensor) -> Any:
             late = rows.sum(dim=0) if ctx.has_bias and not early else None
-            whole = rows.t().mm(given)
+            whole = rows.t().mm(hidden)
             if layer.fuse_wgrad_accumulation:
                 weight.main_grad.add_(whole)
             return whole, late
 
         weight_gradient = None
         if ctx.store.delay_wgrad_compute():
-            ctx.store.put([given, rows], product)
+            ctx.store.put([hidden, rows], product)
         else:
-            weight_gradient, late = product(given, rows)
+            weight_gradient, late = product(hidden, rows)
             bias_gradient = bias_gradient if early else late
         if layer.fuse_wgrad_accumulation:
             weight.grad_added_to_main_grad = True
@@ -98,13 +101,13 @@ class Linear(torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
 
-    def forward(self, given: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, hidden: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         if self.normalizes:
-            given = F.layer_norm(
-                given, given.shape[-1:], self.layer_norm_weight, self.layer_norm_bias
+            hidden = F.layer_norm(
+                hidden, hidden.shape[-1:], self.layer_norm_weight, self.layer_norm_bias
             )
         bias = self.bias if self.apply_bias else None
-        output = _Linear.apply(self.weight, given, bias, self, self.wgrad_store)
+        output = _Linear.apply(self.weight, hidden, bias, self, self.wgrad_store)
         return (output, self.bias) if self.use_bias and not self.apply_bias else output
 
     def need_backward_dw(self) -> bool:
@@ -125,15 +128,15 @@ Linear.__module__ = "transformer_engine.pytorch.module.linear"
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Any, sizes: Any, store: Any, layer: Any, *weights: Any) -> Any:
-        ctx.save_for_backward(given)
+    def forward(ctx: Any, hidden: Any, sizes: Any, store: Any, layer: Any, *weights: Any) -> Any:
+        ctx.save_for_backward(hidden)
         ctx.sizes, ctx.store, ctx.weights = sizes, store, weights
-        parts = zip(given.split(sizes), weights, strict=True)
+        parts = zip(hidden.split(sizes), weights, strict=True)
         return torch.cat([F.linear(part, weight) for part, weight in parts])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (given,), (gradient,) = ctx.saved_tensors, gradients
+        (hidden,), (gradient,) = ctx.saved_tensors, gradients
         parts = list(gradient.split(ctx.sizes))
         totals = [torch.empty_like(weight) for weight in ctx.weights]
 
@@ -142,7 +145,7 @@ class _Grouped(torch.autograd.Function):
                 total.copy_(part.t().mm(row))
             return None, [None] * len(totals), None
 
-        kept = [list(given.split(ctx.sizes)), parts, totals]
+        kept = [list(hidden.split(ctx.sizes)), parts, totals]
         later = ctx.store.delay_wgrad_compute()
         (ctx.store.put if later else lambda tensors, run: run(*tensors))(kept, products)
         dgrad = torch.cat([p.mm(w) for p, w in zip(parts, ctx.weights, strict=True)])
@@ -164,8 +167,8 @@ class GroupedLinear(torch.nn.Module):
     def weights(self) -> list[torch.nn.Parameter]:
         return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
 
-    def forward(self, given: torch.Tensor, sizes: list[int]) -> Any:
-        return _Grouped.apply(given, sizes, self.wgrad_store, self, *self.weights)
+    def forward(self, hidden: torch.Tensor, sizes: list[int]) -> Any:
+        return _Grouped.apply(hidden, sizes, self.wgrad_store, self, *self.weights)
 
     def backward_dw(self) -> None:
         if not self.wgrad_store.delay_wgrad_compute():
@@ -184,10 +187,10 @@ class TELinear(Linear):
     normalizes_input = False
     settings: dict[str, bool] = {}  # noqa: RUF012
 
-    def __init__(self, given: int, out: int, *, config: Any, **settings: Any) -> None:
+    def __init__(self, inputs: int, out: int, *, config: Any, **settings: Any) -> None:
         self.te_return_bias = settings["skip_bias_add"] and settings["bias"]
         super().__init__(
-            given,
+            inputs,
             out,
             bias=settings["bias"],
             return_bias=self.te_return_bias,
@@ -197,8 +200,8 @@ class TELinear(Linear):
         )
         self.config = config
 
-    def forward(self, given: torch.Tensor) -> Any:
-        answer = super().forward(given, is_first_microbatch=None)
+    def forward(self, hidden: torch.Tensor) -> Any:
+        answer = super().forward(hidden, is_first_microbatch=None)
         return answer if self.te_return_bias else (answer, None)
 
     def backward_dw(self) -> None:

@@ -124,7 +124,7 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # With biases megatron-core's own recomputation of an MLP calls itself without end.
+            # megatron-core's own recomputation of an MLP with biases calls itself without end.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],
@@ -144,9 +144,9 @@ def test_fused_accumulation(
 ) -> None:
     used = []
 
-    def add(given: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-        assert given.dim() == gradient.dim() == 2
-        main_grad.add_(gradient.t() @ given)
+    def add(hidden: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        assert hidden.dim() == gradient.dim() == 2
+        main_grad.add_(gradient.t() @ hidden)
 
     def kernel_of(name: str) -> Any:
         return lambda *tensors: (used.append(name), add(*tensors))
@@ -169,8 +169,8 @@ def test_fused_accumulation(
     store.run(0, 0, 1)
     # A weight without main_grad takes the plain way.
     assert used == ([] if dtype is None else [kernel])
-    found = layer.weight.grad if dtype is None else layer.weight.main_grad
-    assert torch.equal(found.float(), torch.full((HIDDEN, HIDDEN), 1.0 * SEQUENCE * SAMPLES))
+    accumulated = layer.weight.grad if dtype is None else layer.weight.main_grad
+    assert torch.equal(accumulated.float(), torch.full((HIDDEN, HIDDEN), 1.0 * SEQUENCE * SAMPLES))
 
 
 def test_frozen_weights_stay_without_gradient() -> None:
@@ -263,7 +263,7 @@ def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.Mon
 
 def grouped_products(rows: Any, matrices: Any, counts: Any, trans_b: bool = False) -> Any:
     parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
-    return torch.cat([part @ (one.t() if trans_b else one) for part, one in parts])
+    return torch.cat([part @ (matrix.t() if trans_b else matrix) for part, matrix in parts])
 
 
 def test_grouped_experts_of_transformer_engine() -> None:
@@ -274,9 +274,9 @@ def test_grouped_experts_of_transformer_engine() -> None:
     attach_store(chunk, store)
     store.active = True
     for microbatch, sizes in enumerate(([3, 0, 4], [1, 5, 2])):
-        given = torch.randn(sum(sizes), 4)
-        layers[0](given.clone().requires_grad_(), sizes).square().sum().backward()
-        output = layers[1](given.clone().requires_grad_(), sizes).square().sum()
+        hidden = torch.randn(sum(sizes), 4)
+        layers[0](hidden.clone().requires_grad_(), sizes).square().sum().backward()
+        output = layers[1](hidden.clone().requires_grad_(), sizes).square().sum()
         with store.collect(microbatch):
             output.backward()
         store.run(microbatch, 0, 1)
@@ -346,8 +346,8 @@ def test_layers_that_cannot_defer_run_whole() -> None:
     (chunk,) = chunks = build(core, rope=True)
     block = chunk.module.decoder
     block.layers[0].cuda_graphs = []
-    own = type("OwnLinear", (ColumnParallelLinear,), {})
-    block.layers[1].mlp.linear_fc1.__class__ = own
+    subclass = type("OwnLinear", (ColumnParallelLinear,), {})
+    block.layers[1].mlp.linear_fc1.__class__ = subclass
     assert defer_layers(chunk) == [
         *(
             f"module.decoder.layers.0.{name} is a {kind}ParallelLinear, a CUDA graph replays its "

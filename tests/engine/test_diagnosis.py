@@ -1,4 +1,4 @@
-"""A job is told once of what slows it, and goes on whatever happens to who looks."""
+"""A job hears once about its slow parts, and continues whatever happens to the diagnosis."""
 
 import io
 import sys
@@ -36,16 +36,16 @@ def until_answered(diagnosis: RunningDiagnosis, iteration: int) -> None:
 
 
 def test_a_finding_is_told_once(traces: Path) -> None:
-    told: list[str] = []
-    diagnosis = RunningDiagnosis(str(traces), 10, 0, told.append)
+    messages: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     for iteration in range(1, 11):
         diagnosis.after_iteration(iteration)
         assert diagnosis._process is None
     until_answered(diagnosis, 11)
-    assert len(told) == 1
-    assert told[0].startswith("warning: slow rank: rank 2 (stage 2, host0) takes 1.5")
+    assert len(messages) == 1
+    assert messages[0].startswith("warning: slow rank: rank 2 (stage 2, host0) takes 1.5")
     until_answered(diagnosis, 21)
-    assert len(told) == 1
+    assert len(messages) == 1
     diagnosis.close()
     diagnosis.close()
 
@@ -79,30 +79,30 @@ def test_the_gain_of_each_finding_is_noted(traces: Path, monkeypatch: pytest.Mon
 
 def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
     noted: list[dict[str, Any]] = []
-    diagnosis = RunningDiagnosis(str(traces), 10, 0, print, lambda **told: noted.append(told))
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, print, lambda **fields: noted.append(fields))
     until_answered(diagnosis, 11)
     until_answered(diagnosis, 21)
     diagnosis.close()
-    noted = [one for one in noted if "findings" not in one]
-    assert [(one["slow_rank"], one["times"]) for one in noted] == [(2, 1), (2, 2)]
-    for one in noted:
-        paces = one["pace_ns"]
-        assert one["factor"] == pytest.approx(1.5, abs=0.1)
+    noted = [note for note in noted if "findings" not in note]
+    assert [(note["slow_rank"], note["times"]) for note in noted] == [(2, 1), (2, 2)]
+    for note in noted:
+        paces = note["pace_ns"]
+        assert note["factor"] == pytest.approx(1.5, abs=0.1)
         assert len(paces) == 4
         assert paces[2] == max(paces) > 1.3 * min(paces)
 
 
 def test_the_last_answer_is_told_at_the_end(traces: Path) -> None:
-    told: list[str] = []
-    diagnosis = RunningDiagnosis(str(traces), 10, 0, told.append)
+    messages: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     diagnosis.after_iteration(20)
     diagnosis.close()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
-    told: list[str] = []
-    diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, told.append)
+    messages: list[str] = []
+    diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, messages.append)
     until_answered(diagnosis, 5)  # there is no such folder
     diagnosis.after_iteration(6)
     process = diagnosis._process
@@ -113,7 +113,7 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     diagnosis.after_iteration(8)
     assert diagnosis._process is not None  # asked again
     diagnosis.close()
-    assert told == []
+    assert messages == []
 
 
 def test_nothing_is_started_that_could_find_nothing(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # In evaluation the first stage waits for nobody; its messages once ended the run.
+    # The first stage waits for nobody in evaluation; its messages once ended the run.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
@@ -294,7 +294,7 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
-    # A device gives no time of what it has not done.
+    # A device has no times of actions that it has not finished.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
 

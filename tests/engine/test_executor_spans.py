@@ -1,4 +1,4 @@
-"""What the engine tells about the actions of a step."""
+"""Spans that the engine records about the actions of a step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
         [("F", 0, 100), ("F", 1, 200), ("B", 0, 200), ("B", 1, 100)],
         [("F", 0, 100), ("B", 0, 100), ("F", 1, 100), ("B", 1, 100)],
     ]
-    for rank, found in enumerate(times):
+    for rank, step_times in enumerate(times):
         spans = actions(run, rank)
         assert [(s.action, s.microbatch, s.in_flight_bytes) for s in spans] == expected[rank]
         assert all(span.bytes == sizes[span.action] for span in spans)
@@ -94,8 +94,8 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
         assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
         assert all(b.wait_ns <= b.start_ns - a.end_ns for a, b in itertools.pairwise(spans))
         busy_ns = sum(span.end_ns - span.start_ns for span in spans)
-        assert found.busy_s == pytest.approx(busy_ns / 1e9)
-        assert found.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
+        assert step_times.busy_s == pytest.approx(busy_ns / 1e9)
+        assert step_times.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
@@ -136,13 +136,13 @@ def test_others_see_what_it_does() -> None:
     seen: list[dict[str, Any]] = []
 
     class Watched(Counting):
-        def forward(self, *given: Any) -> Any:
+        def forward(self, *arguments: Any) -> Any:
             seen.append(executor.snapshot())
-            return super().forward(*given)
+            return super().forward(*arguments)
 
-        def backward(self, *given: Any) -> Any:
+        def backward(self, *arguments: Any) -> Any:
             seen.append(executor.snapshot())
-            return super().backward(*given)
+            return super().backward(*arguments)
 
     def pick(state: RankState) -> Action | None:
         action = policy.pick(state)
@@ -201,7 +201,7 @@ def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> N
     spans = run.ranks[0].spans(1)
     held = [100, 200, 200, 130, 60, 60, 30, 30]
     assert [span.in_flight_bytes for span in spans] == held
-    assert all(span.bytes == 0 for span in spans)  # what stays on the rank is no traffic
+    assert all(span.bytes == 0 for span in spans)  # tensors that stay on the rank are no traffic
 
 
 def test_others_see_the_slice() -> None:
@@ -213,13 +213,13 @@ def test_others_see_the_slice() -> None:
     needs: list[Any] = []
 
     class Watched(Counting):
-        def forward(self, *given: Any) -> Any:
+        def forward(self, *arguments: Any) -> Any:
             seen.append(shown())
-            return super().forward(*given)
+            return super().forward(*arguments)
 
-        def backward(self, *given: Any) -> Any:
+        def backward(self, *arguments: Any) -> Any:
             seen.append(shown())
-            return super().backward(*given)
+            return super().backward(*arguments)
 
     def shown() -> tuple[Any, ...]:
         now = executor.snapshot()

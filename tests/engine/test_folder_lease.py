@@ -33,7 +33,7 @@ def change(folder: Path, **facts: object) -> None:
     """Changes facts of the last claim, as if another process had made it."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
-    del claim["sum"]  # as claims of former versions
+    del claim["sum"]  # claims of former versions have no checksum
     path.write_text(json.dumps(claim))
 
 
@@ -54,12 +54,14 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
     first.keep_up(print)
     text = rf"is written by process {os.getpid()} on \S+ \(job first\) since 20\d\d-\d\d-\d\d"
     try:
-        with pytest.raises(LeaseTakenError, match=f"{text}.*end that job, or name another") as one:
+        with pytest.raises(
+            LeaseTakenError, match=f"{text}.*end that job, or name another"
+        ) as refusal:
             Lease(tmp_path).claim(job="second", restarts=1)
     finally:
         first.end()
-    assert one.value.owner["port"] == 7
-    assert "\n" not in str(one.value)
+    assert refusal.value.owner["port"] == 7
+    assert "\n" not in str(refusal.value)
     assert Lease(tmp_path).claim() == 2  # it ended in good order
 
 
@@ -132,10 +134,10 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # that of the other
-    for _ in range(12):  # what is left of many stays few
+    assert not first._take(2)  # the other holder's claim
+    for _ in range(12):  # many claims leave only a few files
         Lease(tmp_path).claim()
-    assert sorted(one.name for one in (tmp_path / ".lease").iterdir()) == [
+    assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
         "beat-14",
         "claim-13.json",
         "claim-14.json",
@@ -249,9 +251,9 @@ def test_a_claim_that_says_what_none_can_is_taken_for_silent(
 
 
 def test_a_damaged_claim_does_not_free_the_folder_of_a_living_job(tmp_path: Path) -> None:
-    own = Lease(tmp_path)
-    own.claim(job="a", restarts=1)
+    lease = Lease(tmp_path)
+    lease.claim(job="a", restarts=1)
     path = tmp_path / ".lease" / "claim-1.json"
     claim = json.loads(path.read_text())
-    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # of a process that never was
-    assert not module._is_gone(own._facts(1))
+    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # a process that never existed
+    assert not module._is_gone(lease._facts(1))

@@ -1,4 +1,4 @@
-"""The replacement of megatron-core's function refuses what it does not do."""
+"""The replacement of megatron-core's function refuses arguments that it does not support."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def forward_backward(num_chunks: int) -> ForwardBackward:
 
 
 def call(num_chunks: int, **arguments: Any) -> None:
-    given = {
+    defaults = {
         "forward_step_func": never,
         "data_iterator": iter(()),
         "model": torch.nn.Linear(1, 1),
@@ -44,17 +44,21 @@ def call(num_chunks: int, **arguments: Any) -> None:
         "micro_batch_size": 1,
         **arguments,
     }
-    forward_backward(num_chunks)(**given)
+    forward_backward(num_chunks)(**defaults)
 
 
 def test_signature_is_that_of_megatron_core() -> None:
-    ours = inspect.signature(ForwardBackward.__call__).parameters
-    theirs = inspect.signature(forward_backward_no_pipelining).parameters
-    assert list(ours)[1:] == [*theirs, "loss_parts", "sizes"]  # ours alone may give the last
-    assert ours["loss_parts"].default is ours["sizes"].default is None
-    for name, parameter in theirs.items():
-        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY, name
-        assert ours[name].default == parameter.default, name
+    parameters = inspect.signature(ForwardBackward.__call__).parameters
+    expected = inspect.signature(forward_backward_no_pipelining).parameters
+    assert list(parameters)[1:] == [
+        *expected,
+        "loss_parts",
+        "sizes",
+    ]  # ours alone may give the last
+    assert parameters["loss_parts"].default is parameters["sizes"].default is None
+    for name, parameter in expected.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name
+        assert parameters[name].default == parameter.default, name
 
 
 def test_shapes_are_not_adjusted() -> None:

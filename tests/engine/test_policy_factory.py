@@ -53,8 +53,8 @@ def run_random(name: str, cases: int) -> None:
         dealer = Dealer("lengths", replicas=replicas, ranks=placement.num_ranks, pair=1e-3)
         dealt = dealer.deal([batching.size_of(row) for row in rows])
         pieces, cap = rng.choice([0, 1, 4]), rng.choice([None, 1.0, rng.uniform(1, 4)])
-        for own in dealt:
-            sizes = [batching.size_of(rows[n])[0] for n in own]
+        for share in dealt:
+            sizes = [batching.size_of(rows[n])[0] for n in share]
             orders = [
                 Orders(
                     schedule=name,
@@ -67,13 +67,13 @@ def run_random(name: str, cases: int) -> None:
                 )
                 for rank in range(placement.num_ranks)
             ]
-            for one in orders:
-                one.use(dataclasses.replace(one.candidate(len(own)), shares=case % 3 > 0))
-            states = [one.state(len(own), forward_only=False, sizes=sizes) for one in orders]
+            for order in orders:
+                order.use(dataclasses.replace(order.candidate(len(share)), shares=case % 3 > 0))
+            states = [order.state(len(share), forward_only=False, sizes=sizes) for order in orders]
             largest = max(sizes) / statistics.fmean(sizes)
-            wanted = orders[0].candidate(len(own)).cap
-            assert wanted is not None
-            assert {state.cap for state in states} == {max(wanted, largest)}
+            least_cap = orders[0].candidate(len(share)).cap
+            assert least_cap is not None
+            assert {state.cap for state in states} == {max(least_cap, largest)}
             times = StageTimes(
                 forward_s=tuple(rng.uniform(0, 2) for _ in range(placement.num_stages)),
                 backward_s=tuple(rng.uniform(0, 4) for _ in range(placement.num_stages)),
@@ -81,7 +81,7 @@ def run_random(name: str, cases: int) -> None:
             )
             workload = draw(
                 placement,
-                len(own),
+                len(share),
                 times,
                 seed=case,
                 action_sigma=0.4,
@@ -91,12 +91,12 @@ def run_random(name: str, cases: int) -> None:
             scaled = workload.durations_ps * np.array(sizes) / statistics.fmean(sizes)
             result = run_states(
                 states,
-                [one.policy(len(own), forward_only=False) for one in orders],
+                [order.policy(len(share), forward_only=False) for order in orders],
                 dataclasses.replace(workload, durations_ps=scaled.astype(np.int64)),
                 compiled=True,
             )
             assert result.num_actions == sum(state.num_actions for state in states)
-            assert max(result.peak_units) <= max(wanted, largest) * (1 + 1e-6) + 1e-3
+            assert max(result.peak_units) <= max(least_cap, largest) * (1 + 1e-6) + 1e-3
 
 
 def test_equal_sizes_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What those who look on are told of a run's progress."""
+"""The file with a run's progress, which monitors read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / PROGRESS_NAME).read_text().splitlines()]
-    assert all(line.pop("unix_ns") > 10**18 for line in found)
-    return found
+    lines_read = [json.loads(line) for line in (folder / PROGRESS_NAME).read_text().splitlines()]
+    assert all(line.pop("unix_ns") > 10**18 for line in lines_read)
+    return lines_read
 
 
 def test_logged_iterations_and_two_a_second_are_told(
@@ -34,11 +34,11 @@ def test_logged_iterations_and_two_a_second_are_told(
         clock[0] += 0.2
     file.report({"ended": "all iterations are done"})
     file.close()
-    told = lines(tmp_path / "traces")
-    assert told[0] == {"total_iterations": 9, "start_iteration": 0}
-    assert told[1] == {"iteration": 1, "loss": 0.5}
-    assert [line["iteration"] for line in told[1:-1]] == [1, 4, 5, 8, 9]
-    assert told[-1] == {"ended": "all iterations are done"}
+    written = lines(tmp_path / "traces")
+    assert written[0] == {"total_iterations": 9, "start_iteration": 0}
+    assert written[1] == {"iteration": 1, "loss": 0.5}
+    assert [line["iteration"] for line in written[1:-1]] == [1, 4, 5, 8, 9]
+    assert written[-1] == {"ended": "all iterations are done"}
 
 
 def test_a_later_start_goes_on(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
 @contextmanager
 def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
-    """A disk that is full, as far as this process can tell."""
+    """Makes writes fail in this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

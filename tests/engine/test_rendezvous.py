@@ -40,11 +40,11 @@ def silent_port() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def refusal(own: Environment) -> str:
+def refusal(environment: Environment) -> str:
     """Returns the line of a rank that did not meet the others."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
-        meet(own, LIMIT)
-    error = no_rendezvous(own, caught.value)
+        meet(environment, LIMIT)
+    error = no_rendezvous(environment, caught.value)
     assert isinstance(error, TransportError)
     assert "\n" not in str(error)
     return str(error)
@@ -78,11 +78,11 @@ def test_ranks_that_come_one_after_another_meet() -> None:
     stores = []
     late = threading.Timer(0.5, lambda: stores.append(meet(place(0, port, s=30), LIMIT)))
     late.start()
-    own = meet(place(1, port, s=30), LIMIT)
+    store = meet(place(1, port, s=30), LIMIT)
     late.join()
-    own.set("word", "from rank 1")
+    store.set("word", "from rank 1")
     assert stores[0].get("word") == b"from rank 1"
-    assert own.timeout == LIMIT
+    assert store.timeout == LIMIT
 
 
 def test_a_world_beyond_any_machine_is_refused() -> None:

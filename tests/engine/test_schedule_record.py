@@ -93,8 +93,8 @@ def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Pa
     record = ScheduleRecord(shape)
     record.add(1, [*ORDERS, (0, 1), (0, 1)], dealt)
     record.save(tmp_path / "f")
-    found = ScheduleRecord.load(tmp_path / "f")
-    replay = Replay(found, shape, 3)
+    loaded = ScheduleRecord.load(tmp_path / "f")
+    replay = Replay(loaded, shape, 3)
     replay.begin(1)
     assert replay.record.dealt(1, 3) == dealt
     assert replay.policy(1) is not None
@@ -114,13 +114,13 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as info:
         record.require_steps(2, 9)
     assert str(info.value) == (
-        f"{tmp_path / 'f'} contains steps 1-3, 7, but not 4-6, 8-9 of those to be replayed; train "
+        f"{tmp_path / 'f'} contains steps 1-3, 7, but the replay also needs 4-6, 8-9; train "
         "other iterations, or record more"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
     with pytest.raises(
-        ConfigError, match="contains steps 1-3, 7, but not 4 of those to be replayed; train"
+        ConfigError, match="contains steps 1-3, 7, but the replay also needs 4; train"
     ):
         replay.policy(2)
     replay.begin(7)

@@ -57,7 +57,7 @@ def test_meter_counts_storages_without_parameters_once_for_each_chunk() -> None:
             output = model(torch.ones(rows, 4, requires_grad=True))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
     assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
-    # What was watched still has a backward.
+    # A watched tensor still has a backward.
     output.sum().backward()
     assert model.linear.weight.grad is not None
 
@@ -108,8 +108,8 @@ class Diary:
 
     def _start(self, number: int) -> Callable[[Any], None]:
         def start(parameters: Any) -> None:
-            given = [id(parameter) for parameter in parameters]
-            assert given == [id(parameter) for parameter in self.chunks[number].parameters()]
+            ids = [id(parameter) for parameter in parameters]
+            assert ids == [id(parameter) for parameter in self.chunks[number].parameters()]
             self.events.append(f"reduce {number}")
 
         return start
@@ -155,10 +155,10 @@ def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str)
     diary.sync.release()
     seen = [event for event in diary.events if not event.startswith(("hold", "let go"))]
     assert ", ".join(seen) == reductions
-    # What is held back is let go with the reduction, not before.
+    # Actions that are held back run after the reduction, not before.
     for number in range(3):
-        place = diary.events.index(f"let go {number}")
-        assert diary.events[place + 1] == f"reduce {number}"
+        index = diary.events.index(f"let go {number}")
+        assert diary.events[index + 1] == f"reduce {number}"
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -248,8 +248,8 @@ class TestSplit:
         stages.finish()
         assert len(events) == 2 * 2 * 3 + 2
         for chunk in (1, 0):
-            place = events.index(f"reduce {chunk}")
-            assert events[place + 1] == f"weights {(chunk, 1, 2, 3)}"
+            index = events.index(f"reduce {chunk}")
+            assert events[index + 1] == f"weights {(chunk, 1, 2, 3)}"
 
     def test_an_error_leaves_no_store_active(self) -> None:
         chunks = build(core_config())

@@ -41,10 +41,10 @@ def new_log() -> TimedLog:
 
 def rows_of(log: StepLog) -> list[dict[str, Any]]:
     """Rows with words for numbers."""
-    found = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
-    for row in found:
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
+    for row in rows:
         row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]
-    return found
+    return rows
 
 
 def wait_of(log: StepLog) -> tuple[int, int, str, int]:

@@ -32,8 +32,8 @@ def weight() -> torch.nn.Parameter:
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
     """Runs the forward and backward passes of a row of layers."""
     hidden = torch.randn(ROWS, WIDTH)
-    for one in weights:
-        hidden = torch.tanh(defer(LinearCall(one, None), hidden, store))
+    for parameter in weights:
+        hidden = torch.tanh(defer(LinearCall(parameter, None), hidden, store))
     with store.collect(microbatch):
         hidden.sum().backward()
 
@@ -96,9 +96,11 @@ def test_the_size_of_the_first_microbatch_is_known() -> None:
 
 
 def test_a_tensor_of_two_layers_counts_once() -> None:
-    store, one, two = WeightGradientStore(), weight(), weight()
-    given = torch.randn(ROWS, WIDTH)
-    both = defer(LinearCall(one, None), given, store) * defer(LinearCall(two, None), given, store)
+    store, first, second = WeightGradientStore(), weight(), weight()
+    hidden = torch.randn(ROWS, WIDTH)
+    both = defer(LinearCall(first, None), hidden, store) * defer(
+        LinearCall(second, None), hidden, store
+    )
     with store.collect(0):
         both.sum().backward()
     assert store.microbatch_bytes == 3 * TENSOR_BYTES
@@ -121,11 +123,14 @@ def test_tasks_are_freed_when_they_are_done() -> None:
     del hidden, call
     calls.clear()
     gc.collect()
-    assert None not in [one() for one in seen]
+    assert None not in [reference() for reference in seen]
     store.run(0, 0, 2)
-    assert [one() is None for one in seen] == [False, True]  # the last layer comes first
+    assert [reference() is None for reference in seen] == [
+        False,
+        True,
+    ]  # the last layer comes first
     store.run(0, 1, 2)
-    assert [one() is None for one in seen] == [True, True]
+    assert [reference() is None for reference in seen] == [True, True]
 
 
 def test_clear_forgets_and_starts_anew() -> None:
@@ -207,14 +212,14 @@ def test_a_backward_that_failed_leaves_nothing() -> None:
 
 
 def test_who_defers() -> None:
-    store, one = WeightGradientStore(), weight()
-    assert not is_deferring(store, one)
+    store, parameter = WeightGradientStore(), weight()
+    assert not is_deferring(store, parameter)
     store.active = True
-    assert is_deferring(store, one)
+    assert is_deferring(store, parameter)
     with torch.no_grad():
-        assert not is_deferring(store, one)
-    assert not is_deferring(store, one * 2)
-    assert not is_deferring(store, one.requires_grad_(False))
+        assert not is_deferring(store, parameter)
+    assert not is_deferring(store, parameter * 2)
+    assert not is_deferring(store, parameter.requires_grad_(False))
 
 
 @pytest.mark.parametrize("by_index", [False, True])

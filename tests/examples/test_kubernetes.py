@@ -27,27 +27,27 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def mistakes(value: Any, fields: Any, place: str = "$") -> Iterator[str]:
+def mistakes(value: Any, fields: Any, path: str = "$") -> Iterator[str]:
     """Yields the mistakes of a manifest with their places (see ``jobset.fields.yaml``)."""
     if isinstance(fields, str):
         if not _is(value, fields):
-            yield f"{place}: {value!r} is not {fields}"
+            yield f"{path}: {value!r} is not {fields}"
     elif not isinstance(value, type(fields)):
-        yield f"{place}: {value!r} is no {type(fields).__name__}"
+        yield f"{path}: {value!r} is no {type(fields).__name__}"
     elif isinstance(fields, list):
         if len(fields) > 1 and not _within(len(value), fields[1]):
-            yield f"{place}: {len(value)} entries, of {fields[1]}"
-        for number, one in enumerate(value):
-            yield from mistakes(one, fields[0], f"{place}[{number}]")
+            yield f"{path}: {len(value)} entries, of {fields[1]}"
+        for number, entry in enumerate(value):
+            yield from mistakes(entry, fields[0], f"{path}[{number}]")
     else:
-        known = {name.removesuffix("!"): of for name, of in fields.items()}
+        types = {name.removesuffix("!"): of for name, of in fields.items()}
         required = [name[:-1] for name in fields if name.endswith("!")]
-        yield from (f"{place}: {name} is missing" for name in required if name not in value)
-        for name, one in value.items():
-            if name in known or "*" in known:
-                yield from mistakes(one, known.get(name, known.get("*")), f"{place}.{name}")
+        yield from (f"{path}: {name} is missing" for name in required if name not in value)
+        for name, entry in value.items():
+            if name in types or "*" in types:
+                yield from mistakes(entry, types.get(name, types.get("*")), f"{path}.{name}")
             else:
-                yield f"{place}: there is no field {name}"
+                yield f"{path}: there is no field {name}"
 
 
 def _is(value: Any, field: str) -> bool:
@@ -71,13 +71,13 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    return found
+    spec: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return spec
 
 
 def pod_of(jobset: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = job_of(jobset)["template"]["spec"]
-    return found
+    spec: dict[str, Any] = job_of(jobset)["template"]["spec"]
+    return spec
 
 
 def test_it_has_only_fields_and_values_that_there_are(manifests: list[dict[str, Any]]) -> None:
@@ -89,12 +89,15 @@ def test_it_has_only_fields_and_values_that_there_are(manifests: list[dict[str, 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda one: one.update(kind="Jobset"), "$.kind"),
-        (lambda one: one["spec"].update(replicatedJob=[]), "no field replicatedJob"),
-        (lambda one: one["spec"].pop("replicatedJobs"), "replicatedJobs is missing"),
-        (lambda one: job_of(one).update(completions="2"), "'2' is not integer"),
-        (lambda one: pod_of(one)["containers"][0].update(command="bash"), "no list"),
-        (lambda one: pod_of(one)["volumes"][1]["emptyDir"].update(sizeLimit="16 G"), "sizeLimit"),
+        (lambda jobset: jobset.update(kind="Jobset"), "$.kind"),
+        (lambda jobset: jobset["spec"].update(replicatedJob=[]), "no field replicatedJob"),
+        (lambda jobset: jobset["spec"].pop("replicatedJobs"), "replicatedJobs is missing"),
+        (lambda jobset: job_of(jobset).update(completions="2"), "'2' is not integer"),
+        (lambda jobset: pod_of(jobset)["containers"][0].update(command="bash"), "no list"),
+        (
+            lambda jobset: pod_of(jobset)["volumes"][1]["emptyDir"].update(sizeLimit="16 G"),
+            "sizeLimit",
+        ),
     ],
 )
 def test_mistakes_are_found(
@@ -102,8 +105,8 @@ def test_mistakes_are_found(
 ) -> None:
     jobset = copy.deepcopy(manifests[1])
     change(jobset)
-    (found,) = mistakes(jobset, FIELDS)
-    assert expected in found
+    (mistake,) = mistakes(jobset, FIELDS)
+    assert expected in mistake
 
 
 def test_its_parts_fit_each_other(manifests: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -126,6 +129,6 @@ def test_its_parts_fit_each_other(manifests: list[dict[str, Any]], tmp_path: Pat
     assert f"--master-addr {name}-{job_name}-0-0.{name} " in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     options = re.findall(r" (--[a-z-]+)", script)
-    known = (ROOT / "megatron/adaptive/cli/node.py").read_text()
+    source = (ROOT / "megatron/adaptive/cli/node.py").read_text()
     assert options
-    assert all(f'"{option}"' in known for option in options)
+    assert all(f'"{option}"' in source for option in options)

@@ -37,8 +37,8 @@ CASES = [
 ]
 
 
-def _read(path: Path, *words: str) -> tuple[TrainerConfig, list[str]]:
-    recipe = read_recipe(load_recipe(path), [*GIVEN, *words], str(path))
+def _read(path: Path, *arguments: str) -> tuple[TrainerConfig, list[str]]:
+    recipe = read_recipe(load_recipe(path), [*GIVEN, *arguments], str(path))
     config = parse(recipe.flags, world_size=recipe.nodes * recipe.processes_per_node)
     return config, recipe.flags
 
@@ -71,14 +71,14 @@ def _plan(config: TrainerConfig, flags: list[str], gpus: str, gpu: str, folder: 
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster))
     parallel = config.parallel
-    words = ["--model", " ".join(flags), "--cluster", str(file), "--attention", "fused"]
-    words += ["--tp", "1", "--pp", str(parallel.pipeline_model_parallel_size), "--all-nodes"]
-    words += ["--dp", str(parallel.data_parallel_size), "--micro-batch-sizes", "1"]
-    words += ["--recompute", config.recompute.recompute_granularity or "none"]
-    words += ["--expert-parallel-size", str(parallel.expert_model_parallel_size)]
-    words += ["--distributed-optimizer", "on" if parallel.data_parallel_size > 1 else "off"]
-    words += ["--global-batch-size", "64"]
-    return plan(words)
+    arguments = ["--model", " ".join(flags), "--cluster", str(file), "--attention", "fused"]
+    arguments += ["--tp", "1", "--pp", str(parallel.pipeline_model_parallel_size), "--all-nodes"]
+    arguments += ["--dp", str(parallel.data_parallel_size), "--micro-batch-sizes", "1"]
+    arguments += ["--recompute", config.recompute.recompute_granularity or "none"]
+    arguments += ["--expert-parallel-size", str(parallel.expert_model_parallel_size)]
+    arguments += ["--distributed-optimizer", "on" if parallel.data_parallel_size > 1 else "off"]
+    arguments += ["--global-batch-size", "64"]
+    return plan(arguments)
 
 
 def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
@@ -101,19 +101,21 @@ def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
         "qk_pos_emb_head_dim": 8,
         "v_head_dim": 16,
     }
-    given = {name: value for name, value in small.items() if name in content}
+    changed = {name: value for name, value in small.items() if name in content}
     run = "vocab_size=500 seq_length=64 train_iters=3 global_batch_size=8 lr_warmup_iters=0"
     run += " moe_grouped_gemm= bf16=false lr=1e-3 min_lr= partition= eval_iters=0 log_interval=1"
     run += " tokenizer_type=HuggingFaceTokenizer transformer_impl=local save_interval=3"
-    return given | dict(word.split("=", 1) for word in run.split())
+    return changed | dict(word.split("=", 1) for word in run.split())
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer that knows conversations, some of them, and a text."""
     folder = tmp_path_factory.mktemp("data")
-    words = {f"w{number}": number for number in range(400)}
-    encoder = Tokenizer(models.WordLevel({**words, "<end>": 400, "user": 401}, unk_token="user"))
+    vocabulary = {f"w{number}": number for number in range(400)}
+    encoder = Tokenizer(
+        models.WordLevel({**vocabulary, "<end>": 400, "user": 401}, unk_token="user")
+    )
     encoder.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     encoder.save(str(folder / "tokenizer.json"))
     template = "{% for one in messages %}{{ one.role }} {{ one.content }} <end> {% endfor %}"
@@ -128,7 +130,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [{"role": role, "content": text()} for role in ("user", "assistant")] for _ in range(64)
     ]
     (folder / "said.jsonl").write_text(
-        "".join(json.dumps({"messages": one}) + "\n" for one in lines)
+        "".join(json.dumps({"messages": message}) + "\n" for message in lines)
     )
     preprocess(
         PreprocessSpec(
@@ -144,7 +146,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _texts(folder: Path, texts: list[str]) -> Path:
     file = folder / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
 
 
@@ -155,17 +157,21 @@ def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Pat
     ranks = variant.get("processes_per_node", 1) * variant.get("nodes", 1)
     begin = 0.0
     for number, task in enumerate(tasks):
-        given = {"gpus": gpus, "task": task, **_tenth(load_recipe(path), stages)}
-        given |= {"tokenizer_model": data, "save": folder / task, "data_path": data / "said.jsonl"}
+        changes = {"gpus": gpus, "task": task, **_tenth(load_recipe(path), stages)}
+        changes |= {
+            "tokenizer_model": data,
+            "save": folder / task,
+            "data_path": data / "said.jsonl",
+        }
         if task in ("pretrain", "continue"):
-            given["data_path"] = data / "text_text_document"
+            changes["data_path"] = data / "text_text_document"
         if task == "lora":
-            given["lr"] = 3e-3
+            changes["lr"] = 3e-3
         if number:
-            given["load"] = folder / tasks[number - 1]
+            changes["load"] = folder / tasks[number - 1]
         log = folder / f"{task}.log"
-        words = [f"{name}={value}" for name, value in given.items()]
-        command = ["-m", "megatron.adaptive", "train", "recipe", str(path), *words]
+        arguments = [f"{name}={value}" for name, value in changes.items()]
+        command = ["-m", "megatron.adaptive", "train", "recipe", str(path), *arguments]
         assert run_ranks(command, world_size=ranks, log=log, limit_s=120) == 0, tail(log)
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
         assert len(losses) == 3
@@ -191,5 +197,5 @@ def test_trains_at_a_tenth(
     name: str, gpus: str, tasks: tuple[str, ...], data: Path, tmp_path: Path
 ) -> None:
     """Every recipe, and every task on one, two and eight GPUs; ranks are those of one machine."""
-    (path,) = (one for one in RECIPES if one.stem == name)
+    (path,) = (recipe for recipe in RECIPES if recipe.stem == name)
     train(path, gpus, tasks, data, tmp_path)

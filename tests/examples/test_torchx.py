@@ -35,8 +35,10 @@ def test_it_keeps_the_rules_for_components(tree: ast.Module) -> None:
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     assert ast.unparse(function.returns or ast.Constant(None)) == "specs.AppDef"
     names = [argument.arg for argument in function.args.args]
-    kinds = {ast.unparse(one.annotation) for one in function.args.args if one.annotation}
-    assert len(names) == len([one for one in function.args.args if one.annotation])
+    kinds = {
+        ast.unparse(argument.annotation) for argument in function.args.args if argument.annotation
+    }
+    assert len(names) == len([argument for argument in function.args.args if argument.annotation])
     assert kinds <= {"int", "str", "float", "bool"}
     text = ast.get_docstring(function) or ""
     assert re.findall(r"^    (\w+): \S", text.partition("Args:")[2], re.MULTILINE) == names
@@ -78,8 +80,8 @@ def test_the_first_replica_is_the_master(replica: str, expected: str, tree: ast.
         check=False,
     )
     assert done.returncode == 2
-    wanted = expected.replace("--node-rank 1: ", "")
-    assert done.stderr.splitlines()[-1].startswith(wanted), done.stderr
+    start = expected.replace("--node-rank 1: ", "")
+    assert done.stderr.splitlines()[-1].startswith(start), done.stderr
 
 
 def test_torchx_itself_takes_it() -> None:
@@ -91,6 +93,6 @@ def test_torchx_itself_takes_it() -> None:
         timeout=60,
         check=True,
     )
-    found, replicas, words, variables = json.loads(done.stdout)
-    assert (found, replicas, variables["NNODES"]) == ([], 3, "3")
-    assert '"${FIRST:=localhost}" --node-rank 1' in words[-1]
+    problems, replicas, command, variables = json.loads(done.stdout)
+    assert (problems, replicas, variables["NNODES"]) == ([], 3, "3")
+    assert '"${FIRST:=localhost}" --node-rank 1' in command[-1]

@@ -42,8 +42,8 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
     book = nbformat.read(NOTEBOOK, as_version=4)
     (corpus,) = (cell for cell in book.cells if CORPUS in cell.source)
     corpus.source = corpus.source.replace(CORPUS, f"{CORPUS} --max-bytes 1000000")
-    place = {"metadata": {"path": str(tmp_path / "clone" / "examples")}}
-    NotebookClient(book, timeout=240, resources=place).execute()
+    resources = {"metadata": {"path": str(tmp_path / "clone" / "examples")}}
+    NotebookClient(book, timeout=240, resources=resources).execute()
     printed = "".join(
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
     )

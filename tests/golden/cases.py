@@ -24,7 +24,7 @@ from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0  # of one job
+LIMIT_S = 60.0  # for one job
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -44,7 +44,7 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# By name of the checkpoint: other ranks and flags that it is loaded with.
+# Ranks and flags of the run that loads a checkpoint, by name of the checkpoint.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
@@ -98,11 +98,11 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
         {"total": 5, "pipeline": {"pipeline_size": 1, "micro_batch_size": 2}, "load": "pipeline-2"},
     ),
 }
-ELASTIC_SCRIPT = {"told": "told-elastic", "pipeline": {}, "loop": {"save_interval": 2}}
+ELASTIC_SCRIPT = {"report_dir": "report-elastic", "pipeline": {}, "loop": {"save_interval": 2}}
 
 ARGUMENTS = f"{SHAPE} --fp16"
 PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
-# Commands whose output tells what they read.
+# Commands whose output shows the files that they read.
 ANSWERS: dict[str, list[str]] = {
     "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-of-several-clocks": [
@@ -151,9 +151,9 @@ class Job:
     """A program on one or more ranks.
 
     Attributes:
-        name: of the job; ``<name>.txt`` in the folder gets what its ranks print.
+        name: Name of the job; ``<name>.txt`` in the folder gets the output of its ranks.
         ranks: number of processes.
-        flags: of the trainer; without them ``script`` counts.
+        flags: Flags of the trainer; if there are none, ``script`` is run.
         script: arguments of ``script.train``.
     """
 
@@ -173,9 +173,11 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
     said = {}
     for job in jobs:
         program = ROOT / "pretrain_gpt.py" if job.flags else SCRIPT
-        words = job.flags.split() or [json.dumps(job.script)]
+        arguments = job.flags.split() or [json.dumps(job.script)]
         log = folder / f"{job.name}.txt"
-        status = run_ranks([str(program), *words], world_size=job.ranks, log=log, limit_s=LIMIT_S)
+        status = run_ranks(
+            [str(program), *arguments], world_size=job.ranks, log=log, limit_s=LIMIT_S
+        )
         said[job.name] = status, log.read_text(errors="replace")
     return said
 
@@ -194,8 +196,8 @@ def machine() -> dict[str, str]:
 
 def _vendor() -> str:
     """Returns the maker of the processor, by which MKL chooses its kernels."""
-    found = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
-    return found.group(1) if found else ""
+    match = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
+    return match.group(1) if match else ""
 
 
 def extract(path: Path, folder: Path) -> None:
@@ -214,70 +216,74 @@ def unpack(folder: Path) -> None:
     (folder / "local").rename(folder / "disk" / f"shared-{path}")
 
 
-def run_jobs_of(given: Mapping[str, tuple[int, str]]) -> list[Job]:
+def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
     """Returns jobs that write their progress to a folder with their name."""
     return [
-        Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir told-{name}")
-        for name, (ranks, flags) in given.items()
+        Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
+        for name, (ranks, flags) in runs.items()
     ]
 
 
 def resume_jobs() -> list[Job]:
     """Returns jobs that continue from each checkpoint of the trainer."""
-    given = {}
+    runs = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
         if name == "local":
             more = "--load shared --save shared --save-interval 2 --save-local disk"
             more += " --trust-checkpoint"
-        given[f"resume-{name}"] = (ranks, f"{MOCK} {flags} {more}")
-    return run_jobs_of(given)
+        runs[f"resume-{name}"] = (ranks, f"{MOCK} {flags} {more}")
+    return run_jobs_of(runs)
 
 
 def pipeline_jobs() -> list[Job]:
     """Returns the jobs of a Pipeline."""
     return [
-        Job(name=name, ranks=ranks, script={"told": f"told-{name}", **told})
-        for name, (ranks, told) in PIPELINES.items()
+        Job(name=name, ranks=ranks, script={"report_dir": f"report-{name}", **script})
+        for name, (ranks, script) in PIPELINES.items()
     ]
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
     """Returns the figures that the jobs wrote, with full precision."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for job in jobs:
-        told = folder / f"told-{job.name}"
+        reports = folder / f"report-{job.name}"
         if job.script:
-            ranks = [json.loads((told / f"rank-{n}.json").read_text()) for n in range(job.ranks)]
-            found[job.name] = {
+            ranks = [json.loads((reports / f"rank-{n}.json").read_text()) for n in range(job.ranks)]
+            results[job.name] = {
                 **{key: ranks[0][key] for key in ("losses", "grad_norms", "learning_rate")},
-                "loaded": {n: s for one in ranks for n, s in one.get("loaded", {}).items()},
+                "loaded": {
+                    n: s
+                    for figures_of_rank in ranks
+                    for n, s in figures_of_rank.get("loaded", {}).items()
+                },
             }
             continue
-        lines = [json.loads(line) for line in (told / "progress.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (reports / "progress.jsonl").read_text().splitlines()]
         rows = {str(line["iteration"]): line for line in lines if "iteration" in line}
-        found[job.name] = {
+        results[job.name] = {
             "losses": {n: row["loss"].hex() for n, row in rows.items()},
             "grad_norms": {n: float(row["grad_norm"]).hex() for n, row in rows.items()},
             "learning_rate": [row["learning_rate"] for row in rows.values()],
         }
-    return found
+    return results
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
     """Returns the command of a script's job that continues up to a step."""
-    told = json.dumps({**ELASTIC_SCRIPT, "total": total})
-    words = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
-    return [*words, str(SCRIPT), told]
+    script = json.dumps({**ELASTIC_SCRIPT, "total": total})
+    command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
+    return [*command, str(SCRIPT), script]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
     """Returns the last figures of the job of :func:`elastic_words`."""
-    told: dict[str, Any] = json.loads((folder / "told-elastic" / "rank-0.json").read_text())
-    return told
+    report: dict[str, Any] = json.loads((folder / "report-elastic" / "rank-0.json").read_text())
+    return report
 
 
-def command(words: Sequence[str]) -> tuple[int, str, str]:
+def command(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Runs ``python -m megatron.adaptive`` in this process.
 
     Returns:
@@ -286,7 +292,7 @@ def command(words: Sequence[str]) -> tuple[int, str, str]:
     from megatron.adaptive.__main__ import main
 
     former, output, errors = sys.argv, io.StringIO(), io.StringIO()
-    sys.argv = ["megatron.adaptive", *words]
+    sys.argv = ["megatron.adaptive", *arguments]
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             status = main()
@@ -305,11 +311,11 @@ def answer(name: str) -> Any:
     assert status == 0, errors
     output = output.replace(str(Path.cwd()), "HERE")
     with contextlib.suppress(ValueError):
-        told = json.loads(output)
+        document = json.loads(output)
         for key in ("since_s", "is_stalled"):
-            if isinstance(told, dict):
-                told.pop(key, None)
-        return told
+            if isinstance(document, dict):
+                document.pop(key, None)
+        return document
     lines = [re.sub(r"\b\d+ s ago", "AGO", line.rstrip()) for line in output.splitlines()]
     if ANSWERS[name][:2] == [
         "job",

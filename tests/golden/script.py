@@ -1,6 +1,6 @@
 """Trains a small Pipeline; a script of ``train elastic``, and imported by ranks.
 
-Its argument is JSON: ``told`` names a folder for what each rank tells, ``total`` counts steps.
+Its argument is JSON with the arguments of :func:`train`.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ def checksum(tensor: torch.Tensor) -> str:
 
 def train(
     *,
-    told: str,
+    report_dir: str,
     total: int,
     pipeline: dict[str, Any],
     loop: dict[str, Any] | None = None,
     load: str = "",
     save: str = "",
 ) -> None:
-    """Trains and writes the figures to ``<told>/rank-<rank>.json``.
+    """Trains and writes the figures to ``<report_dir>/rank-<rank>.json``.
 
     Args:
-        told: the folder.
-        total: steps of the whole training.
-        pipeline: further arguments of the Pipeline.
-        loop: arguments of ``Pipeline.loop``; without them steps are counted by hand.
-        load: folder of checkpoints to go on from, without ``loop``.
-        save: folder for a checkpoint after the last step, without ``loop``.
+        report_dir: Folder for the figures.
+        total: Number of steps of the whole training.
+        pipeline: Further arguments of the Pipeline.
+        loop: Arguments of ``Pipeline.loop``; without them the script counts its steps.
+        load: Folder of checkpoints to continue from, without ``loop``.
+        save: Folder for a checkpoint after the last step, without ``loop``.
     """
     torch.manual_seed(1)
     shared = [["embedding.weight", "head.weight"]]
@@ -79,14 +79,14 @@ def train(
     pipe.set_optimizer(optimizer, clip_norm=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     state = {"scheduler": scheduler}
-    found: dict[str, Any] = {"losses": {}, "grad_norms": {}}
+    results: dict[str, Any] = {"losses": {}, "grad_norms": {}}
     if load:
-        found["extra"] = pipe.load(load, state=state, trust_checkpoint=True)
-        held = {name: one for name, one in net.state_dict().items() if not one.is_meta}
+        results["extra"] = pipe.load(load, state=state, trust_checkpoint=True)
+        held = {name: tensor for name, tensor in net.state_dict().items() if not tensor.is_meta}
         for name, parameter in pipe.named_parameters():
-            own = optimizer.state[parameter]
-            held |= {f"{name}.{key}": one for key, one in own.items()}
-        found["loaded"] = {name: checksum(one) for name, one in held.items()}
+            state_of_parameter = optimizer.state[parameter]
+            held |= {f"{name}.{key}": tensor for key, tensor in state_of_parameter.items()}
+        results["loaded"] = {name: checksum(tensor) for name, tensor in held.items()}
     steps = (
         range(pipe.steps, total)
         if loop is None
@@ -95,14 +95,14 @@ def train(
     for step in steps:
         loss, _ = pipe.step(pipe.share(batch_of(step)))
         scheduler.step()
-        found["losses"][step] = float(loss).hex()
-        found["grad_norms"][step] = float(pipe.grad_norm).hex()
-        found["learning_rate"] = optimizer.param_groups[0]["lr"]
+        results["losses"][step] = float(loss).hex()
+        results["grad_norms"][step] = float(pipe.grad_norm).hex()
+        results["learning_rate"] = optimizer.param_groups[0]["lr"]
     if save:
         pipe.save(save, extra={"note": ["kept", 1.5]}, state=state)
-    path = Path(told) / f"rank-{os.environ.get('RANK', '0')}.json"
+    path = Path(report_dir) / f"rank-{os.environ.get('RANK', '0')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1))
+    path.write_text(json.dumps(results, indent=1))
     pipe.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-# What is read through the package's inside; all else through its commands.
+# These files are read through modules of the package; all others through its commands.
 from megatron.adaptive.planner.measured_module import MeasuredModule
 from tests.multiprocess.launch import forking
 
@@ -24,7 +24,9 @@ from .cases import LIMIT_S, Job, run_jobs
 
 # Figures of the same runs on several machines; on any other one those of the first nearly hold.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
-EXPECTED = next((one for one in MACHINES if one["machine"] == cases.machine()), MACHINES[0])
+EXPECTED = next(
+    (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
+)
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
 # Sums in another order: another processor, another torch.
 NEAR = 1e-5
@@ -46,11 +48,11 @@ REFUSED_PIPELINE = Job(
     script={
         **cases.PIPELINES["pipeline-1-in-2"][1],
         "pipeline": {"pipeline_size": 1, "micro_batch_size": 2},
-        "told": "told-refused",
+        "report_dir": "report-refused",
         "load": f"{NEWER}-pipeline-1",
     },
 )
-# By the file with a version to come, the job that is given it.
+# Job that reads each file whose version is too new.
 REFUSED_BY_RANKS = {
     f"{NEWER}-single/iter_0000002": "refused-checkpoint",
     f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
@@ -119,29 +121,29 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
     return said, cases.figures(golden, done)
 
 
-def same(found: Any, expected: Any) -> None:
+def same(results: Any, expected: Any) -> None:
     """Compares figures: bit for bit on a machine of the same kind, otherwise up to rounding.
 
     Checksums of what was loaded are compared everywhere.
     """
-    if found == expected:
+    if results == expected:
         return
-    assert found["loaded"] == expected["loaded"] if "loaded" in expected else True
-    assert EXPECTED["machine"] != cases.machine(), (found, expected)
+    assert results["loaded"] == expected["loaded"] if "loaded" in expected else True
+    assert EXPECTED["machine"] != cases.machine(), (results, expected)
     for key in ("losses", "grad_norms"):
-        assert found[key].keys() == expected[key].keys()
+        assert results[key].keys() == expected[key].keys()
         for step, number in expected[key].items():
-            one, other = float.fromhex(found[key][step]), float.fromhex(number)
-            assert math.isclose(one, other, rel_tol=NEAR), (key, step, one, other)
+            measured, other = float.fromhex(results[key][step]), float.fromhex(number)
+            assert math.isclose(measured, other, rel_tol=NEAR), (key, step, measured, other)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [name for name in EXPECTED["runs"] if name != "elastic-script"])
 def test_losses_gradients_and_loaded_tensors_are_what_they_were(ran: Any, name: str) -> None:
-    said, found = ran
+    said, results = ran
     status, text = said[name]
     assert status == 0, text
-    same(found[name], EXPECTED["runs"][name])
+    same(results[name], EXPECTED["runs"][name])
 
 
 @pytest.mark.multiprocess
@@ -175,30 +177,42 @@ def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     alike(cases.answer(name), expected, name)
 
 
-def alike(found: Any, expected: Any, where: str) -> None:
+def alike(actual: Any, expected: Any, where: str) -> None:
     """Compares values read from JSON, figures up to rounding."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        assert set(found) >= set(expected), where  # a later one may say more
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        assert set(actual) >= set(expected), where  # a later one may say more
         for key, value in expected.items():
-            alike(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list) and isinstance(found, list):
-        assert len(found) == len(expected), (where, found, expected)
+            alike(actual[key], value, f"{where}.{key}")
+    elif isinstance(expected, list) and isinstance(actual, list):
+        assert len(actual) == len(expected), (where, actual, expected)
         for index, value in enumerate(expected):
-            alike(found[index], value, f"{where}[{index}]")
-    elif isinstance(expected, float) and isinstance(found, (int, float)):
-        assert math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12), (where, found, expected)
+            alike(actual[index], value, f"{where}[{index}]")
+    elif isinstance(expected, float) and isinstance(actual, (int, float)):
+        assert math.isclose(actual, expected, rel_tol=1e-9, abs_tol=1e-12), (
+            where,
+            actual,
+            expected,
+        )
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 def test_profiles_are_merged_and_made_of_timed_pieces(here: Path) -> None:
-    words = ["profile", "--merge", "profile.json", "profile.json", "--output", "merged.json"]
-    assert cases.command(words)[0] == 0
+    arguments = ["profile", "--merge", "profile.json", "profile.json", "--output", "merged.json"]
+    assert cases.command(arguments)[0] == 0
     merged, measured = (json.loads(Path(n).read_text()) for n in ("merged.json", "profile.json"))
     assert merged["layers"] == measured["layers"]
     assert merged["links"] == measured["links"]
-    words = ["profile", "--cut-points", "pieces.csv", "--name", "pieces", "--output", "made.json"]
-    assert cases.command(words)[0] == 0
+    arguments = [
+        "profile",
+        "--cut-points",
+        "pieces.csv",
+        "--name",
+        "pieces",
+        "--output",
+        "made.json",
+    ]
+    assert cases.command(arguments)[0] == 0
     assert json.loads(Path("made.json").read_text()) == json.loads(Path("pieces.json").read_text())
 
 
@@ -221,7 +235,7 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "srun starts it" in errors  # which comes after all settings are checked
+    assert "srun starts it" in errors  # this message follows all checks of settings
 
 
 @pytest.mark.multiprocess
@@ -240,15 +254,15 @@ def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     same(cases.elastic_figures(golden), EXPECTED["runs"]["elastic-script"])
     state = json.loads((golden / "elastic-script" / "elastic" / "state.json").read_text())
-    assert [one["epoch"] for one in state["earlier"]] == [1, 2]
-    assert [one["reason"] for one in state["epochs"]] == ["start"]  # not measured anew
-    assert [one["resumed_iteration"] for one in state["epochs"]] == [3]
+    assert [epoch["epoch"] for epoch in state["earlier"]] == [1, 2]
+    assert [epoch["reason"] for epoch in state["epochs"]] == ["start"]  # not measured again
+    assert [epoch["resumed_iteration"] for epoch in state["epochs"]] == [3]
     assert list((golden / "elastic-script" / ".lease").glob("claim-*.json"))
 
 
 def plan_words(**more: str) -> list[str]:
-    given = {"model": cases.SHAPE, "cluster": "here.yaml", "profile": "profile.json", **more}
-    return [*cases.PLAN, *(word for name, value in given.items() for word in (f"--{name}", value))]
+    flags = {"model": cases.SHAPE, "cluster": "here.yaml", "profile": "profile.json", **more}
+    return [*cases.PLAN, *(word for name, value in flags.items() for word in (f"--{name}", value))]
 
 
 def newer_trace(folder: Path) -> Path:
@@ -260,7 +274,7 @@ def newer_trace(folder: Path) -> Path:
 
 
 Make = Callable[[Path], Path]
-# By form: makes the file of a version to come; the command that is given it; the version.
+# Each kind of file: function that makes one of a later version, command that reads it, version.
 REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (
@@ -309,9 +323,9 @@ def rewritten(path: Path) -> Path:
 
 @pytest.mark.parametrize("form", REFUSED_BY_COMMANDS)
 def test_a_command_refuses_a_version_to_come(here: Path, form: str) -> None:
-    make, words, version = REFUSED_BY_COMMANDS[form]
+    make, arguments, version = REFUSED_BY_COMMANDS[form]
     path = make(here)
-    status, output, errors = cases.command(words)
+    status, output, errors = cases.command(arguments)
     assert status == 2
     assert output == ""
     assert len(errors.splitlines()) == 1, errors
@@ -340,8 +354,8 @@ def test_a_corpus_of_a_version_to_come_is_refused(here: Path) -> None:
     folder = here / "another" / "corpus"
     shutil.copytree(here / "corpus", folder)
     raise_version(folder / "corpus.json", "format")
-    words = [*cases.CORPUS]
-    words[words.index("--output-dir") + 1] = str(folder)
-    status, _, errors = cases.command(words)
+    arguments = [*cases.CORPUS]
+    arguments[arguments.index("--output-dir") + 1] = str(folder)
+    status, _, errors = cases.command(arguments)
     assert status == 2
     assert "corpus.json" in errors

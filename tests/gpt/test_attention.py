@@ -57,17 +57,17 @@ def outcome(
     module: LocalAttention, inputs: list[torch.Tensor], mask: Any = None, **options: Any
 ) -> list[torch.Tensor]:
     """Returns the output and the gradients of the inputs."""
-    leaves = [one.clone().requires_grad_() for one in inputs]
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     output = module(*leaves, mask, **options)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     return [output, *torch.autograd.grad((output * weights).sum(), leaves)]
 
 
 def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
-    for one, other in zip(first, second, strict=True):
-        assert one.shape == other.shape
-        tolerance = TOLERANCE[one.dtype]
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for tensor, other in zip(first, second, strict=True):
+        assert tensor.shape == other.shape
+        tolerance = TOLERANCE[tensor.dtype]
+        torch.testing.assert_close(tensor, other, rtol=tolerance, atol=tolerance)
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
@@ -100,7 +100,7 @@ def packed_by_documents(
     left, right = window_size
     outputs = []
     for begin, end in itertools.pairwise(bounds):
-        q, k, v = (one[begin:end].transpose(0, 1) for one in (query, key, value))
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
         assert len(q) == len(k) == len(v)
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)[None, :]
         seen = (distance >= -right) & ((distance <= left) | torch.tensor(left < 0))
@@ -189,7 +189,7 @@ class TestEqual:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         settings: dict[str, Any] = {"window_size": window, "num_query_groups": 2}
-        inputs = [one.squeeze(1) for one in make_inputs(dtype, samples=1, groups=2)]
+        inputs = [projection.squeeze(1) for projection in make_inputs(dtype, samples=1, groups=2)]
         documents = Documents.of(torch.tensor([5, 1, 6]), lambda tensor: tensor)
         first = outcome(make_attention("unfused", **settings), inputs, packed_seq_params=documents)
         monkeypatch.setattr(attention, "varlen_attn", packed_by_documents)
@@ -204,8 +204,8 @@ class TestEqual:
     ) -> None:
         query, key, value = make_inputs(dtype)
         whole = outcome(make_attention("unfused"), [query, key, value])[0]
-        mine = [torch.arange(12).chunk(4)[part] for part in (rank, 3 - rank)]
-        rows = torch.cat(mine)
+        chunks = [torch.arange(12).chunk(4)[part] for part in (rank, 3 - rank)]
+        rows = torch.cat(chunks)
 
         class Group:
             def rank(self) -> int:
@@ -216,7 +216,7 @@ class TestEqual:
         outcomes = []
         for name in ("unfused", "fused"):
             module = make_attention(name, context_parallel_size=2)
-            leaves = [one.clone().requires_grad_() for one in (query[rows], key, value)]
+            leaves = [tensor.clone().requires_grad_() for tensor in (query[rows], key, value)]
             output = module(*leaves)
             weights = torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)
             outcomes.append([output, *torch.autograd.grad((output * weights).sum(), leaves)])
@@ -275,7 +275,7 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
     module.eval()
     whole = module(*inputs)
     assert torch.equal(whole, module(*inputs))
-    # A mean of 400 draws is that far from what it should be.
+    # The mean of 400 draws is near its expectation.
     assert (mean - whole).abs().mean() < 3 * (first - whole).abs().mean() / 20
 
 
@@ -309,11 +309,11 @@ def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
 def test_a_kernel_keeps_no_scores() -> None:
     length, samples = 256, 2
     inputs = make_inputs(torch.float32, length=length, samples=samples)
-    leaves = [one.requires_grad_() for one in inputs]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
     scores_bytes = 4 * samples * HEADS * length**2
     fused = kept_bytes(lambda: make_attention("fused")(*leaves))
     unfused = kept_bytes(lambda: make_attention("unfused")(*leaves))
-    inputs_bytes = 4 * sum(one.numel() for one in inputs)
+    inputs_bytes = 4 * sum(tensor.numel() for tensor in inputs)
     output_bytes, sums_bytes = inputs_bytes // 3, 4 * samples * HEADS * length
     assert unfused >= scores_bytes + inputs_bytes
     assert fused == inputs_bytes + output_bytes + sums_bytes
@@ -321,7 +321,7 @@ def test_a_kernel_keeps_no_scores() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_layers_share_the_mask_that_their_backwards_keep() -> None:
-    inputs = [one.requires_grad_() for one in make_inputs(torch.float32, length=64)]
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(torch.float32, length=64)]
     masks: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,10 @@ def weights(build: Callable[..., list[Any]]) -> Weights:
 
     def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
         (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
-        named = {name.removeprefix("module."): one for name, one in chunk.named_parameters()}
-        return {name: one.detach().clone() for name, one in named.items()}
+        named = {
+            name.removeprefix("module."): parameter for name, parameter in chunk.named_parameters()
+        }
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     return run
 
@@ -58,14 +60,14 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, 3) == draws(1, 3)
     numbers = [*draws(1, 3), *draws(1, 4), *draws(2, 3), *draws(1, None)]
     assert len(set(numbers)) == len(numbers)
-    # Outside of layers a later chunk goes on counting where an earlier one ends.
+    # Outside of layers a later chunk continues the counts of an earlier one.
     assert draws(1, None, outside=1) == draws(1, None, count=3)[1:]
     assert draws(1, None)[0] not in draws(1, 0)
 
 
 def test_another_seed_gives_other_weights(weights: Weights) -> None:
-    one, same, other = weights(), weights(), weights("--seed 4321")
-    for name, value in one.items():
+    default, same, other = weights(), weights(), weights("--seed 4321")
+    for name, value in default.items():
         assert torch.equal(value, same[name])
         if value.dim() == 2:
             assert not torch.equal(value, other[name]), name
@@ -105,14 +107,14 @@ def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: s
     """The layout is written chunk by chunk, from the first rank to the last."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
-    found = core.pipeline_model_parallel_layout.layout
+    built = core.pipeline_model_parallel_layout.layout
     letters = {"embedding": "E", "decoder": "t", "loss": "L"}
-    stages = [found[stage % ranks][stage // ranks] for stage in range(len(layout.split("|")))]
+    stages = [built[stage % ranks][stage // ranks] for stage in range(len(layout.split("|")))]
     assert "|".join("".join(letters[layer.name] for layer in s) for s in stages) == layout
 
 
 class Identity(torch.nn.Module):
-    """A chunk that says where in the pipeline it is, and returns what it is given."""
+    """A chunk that knows its position in the pipeline, and returns its input."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -129,13 +131,13 @@ def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
     narrow, wide = core.params_dtype, torch.float32
-    for first, last, given, expected in (
+    for first, last, dtype, expected in (
         (True, False, wide, narrow),
         (False, False, narrow, narrow),
         (False, True, narrow, wide),
     ):
         chunk = HalfPrecisionChunk(core, Identity(first=first, last=last))
-        assert chunk(torch.ones(1, dtype=given)).dtype is expected
+        assert chunk(torch.ones(1, dtype=dtype)).dtype is expected
     last_chunk = HalfPrecisionChunk(core, Identity(first=False, last=True))
     assert last_chunk(torch.ones(1, dtype=narrow), fp32_output=False).dtype is narrow
 
@@ -166,9 +168,11 @@ def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
         rotation = (lambda *_: None) if engine_rotates else None
         monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", rotation)
         gpu = accelerator.Accelerator(device=torch.device("cuda"), backend="nccl", name="GPU")
-        words = f"{SMALL} --transformer-impl transformer_engine --use-cpu-initialization {flags}"
+        arguments = (
+            f"{SMALL} --transformer-impl transformer_engine --use-cpu-initialization {flags}"
+        )
         installed = Installed(transformer_engine=True)
-        return transformer_config(parse(words.split(), world_size=1, installed=installed), gpu)
+        return transformer_config(parse(arguments.split(), world_size=1, installed=installed), gpu)
 
     return run
 
@@ -201,7 +205,7 @@ def test_apex_norms_no_model_that_it_refuses(
     """With apex and without Transformer Engine a model with RMSNorm could not be built."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
-    norms = [one for name, one in chunk.named_modules() if name.endswith("layernorm")]
+    norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]
     assert {type(norm) for norm in norms} - {IdentityOp} == {torch.nn.RMSNorm}
 
 

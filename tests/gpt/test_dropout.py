@@ -37,9 +37,9 @@ class Drawing(TransformerLayer):  # type: ignore[misc]
         self.drawn: list[tuple[float, ...]] = []
         self._draw = draw if forks else lambda: (float(torch.rand(())),)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.drawn.append(self._draw())
-        return given * self.drawn[-1][-1]
+        return hidden * self.drawn[-1][-1]
 
 
 Numbers = tuple[float, ...]
@@ -113,7 +113,9 @@ def test_replicas_draw_what_one_rank_draws_for_their_microbatches(
     alone = [draws(microbatch=index) for index in range(6)]
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 3)
     for replica in range(3):
-        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda at=replica, **_: at)
+        monkeypatch.setattr(
+            parallel_state, "get_data_parallel_rank", lambda dp_rank=replica, **_: dp_rank
+        )
         assert [draws(microbatch=index) for index in range(2)] == alone[replica::3]
 
 
@@ -151,12 +153,12 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     keys.attach([plain, layer])
     keys.apply(step=1, microbatch=0)
     plain(torch.ones(1))
-    given = torch.ones(1, requires_grad=True)
+    hidden = torch.ones(1, requires_grad=True)
     with tensor_parallel.get_cuda_rng_tracker().fork(TRACKED):
-        output = tensor_parallel.checkpoint(layer, False, given)
+        output = tensor_parallel.checkpoint(layer, False, hidden)
     keys.apply(step=1, microbatch=1)
     before = torch.get_rng_state()
-    # Here no fork tells any more which generator the layer ran on.
+    # The fork is over, so it no longer shows the layer's generator.
     output.backward()
     assert layer.drawn == [plain.drawn[0][1:]] * 2
     assert torch.equal(torch.get_rng_state(), before)

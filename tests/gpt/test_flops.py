@@ -41,7 +41,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
     device = accelerator.detect(0, backend="gloo")
     core = transformer_config(cfg, device)
     (chunk,) = build_chunks(cfg, core, device, placement_of(cfg), PADDED_VOCAB_SIZE)
-    model: Any = chunk.eval()  # in training, further losses are kept for the log
+    model: Any = chunk.eval()  # a training model keeps further losses for the log
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
     with FlopCounterMode(display=False) as counter:
@@ -89,8 +89,8 @@ def test_counts_the_vocabulary_but_no_recomputation() -> None:
     again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     cfg = settings()
     assert flops_per_token(settings(again)) == flops_per_token(cfg)
-    given = flops_per_token(cfg, padded_vocab_size=PADDED_VOCAB_SIZE + 100)
-    assert given - flops_per_token(cfg) == 6 * 64 * 100
+    larger = flops_per_token(cfg, padded_vocab_size=PADDED_VOCAB_SIZE + 100)
+    assert larger - flops_per_token(cfg) == 6 * 64 * 100
 
 
 def test_asks_the_tokenizer_for_its_vocabulary(corpus: Corpus, tmp_path: Path) -> None:
@@ -122,6 +122,6 @@ def test_work_of_unlike_layers_counts_what_they_do() -> None:
         " --partition 1-3 --pipeline-model-parallel-size 2",
         world_size=2,
     )
-    first, rest = stage_work(cfg, 1)  # of four layers the first and third have experts
+    first, rest = stage_work(cfg, 1)  # the first and third of four layers have experts
     assert first > 1
-    assert rest == pytest.approx(first + 2, abs=0.01)  # and logits of one word
+    assert rest == pytest.approx(first + 2, abs=0.01)  # one token's logits besides

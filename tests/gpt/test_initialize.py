@@ -39,7 +39,7 @@ def test_a_process_of_its_own_needs_no_launcher() -> None:
         assert dist.get_world_size() == dist.get_world_size(job.control_group) == 1
         assert job.control_group is not job.stop_group
         assert parallel_state.get_pipeline_model_parallel_world_size() == 1
-        assert [place["pid"] for place in job.places] == [os.getpid()]
+        assert [process["pid"] for process in job.places] == [os.getpid()]
     finally:
         end_job()
     assert not dist.is_initialized()

@@ -52,7 +52,7 @@ FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 SPLIT = "--split-backward True"
-REL = 1e-6  # of numbers of 32 bits
+REL = 1e-6  # tolerance of 32-bit numbers
 
 
 class Numbers(NamedTuple):
@@ -105,8 +105,8 @@ def train() -> Iterator[Train]:
 
 def assert_close(seen: Numbers, expected: Numbers, rel: float = REL) -> None:
     assert seen[:3] == pytest.approx(expected[:3], rel=rel, abs=0)
-    for value, wanted in zip(seen.gradients, expected.gradients, strict=True):
-        assert float((value - wanted).norm()) <= rel * float(wanted.norm())
+    for value, reference in zip(seen.gradients, expected.gradients, strict=True):
+        assert float((value - reference).norm()) <= rel * float(reference.norm())
 
 
 @pytest.mark.parametrize("model", ["", LLAMA, WINDOWS, BOUNDED, DOCUMENTS, LATENT], ids=range(6))
@@ -276,5 +276,5 @@ def test_attention_to_earlier_tokens_equals_masked_scores(earlier: int) -> None:
         (expected, *torch.autograd.grad((expected * weights).sum(), leaves)),
         strict=True,
     )
-    for value, wanted in pairs:
-        torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-6)
+    for value, reference in pairs:
+        torch.testing.assert_close(value, reference, rtol=2e-5, atol=2e-6)

@@ -51,17 +51,17 @@ def main() -> int:
 def run(program: dict[str, Any]) -> int:
     """Runs a program in this process; returns its status."""
     os.environ.update(program["variables"])
-    words = program["words"]
+    arguments = program["words"]
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        elif words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:

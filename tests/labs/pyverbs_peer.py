@@ -163,8 +163,8 @@ class Peer:
         magic, version, lanes, slots, job, slot_bytes, stride, arena, credit = ENDPOINT.unpack(
             record[: ENDPOINT.size]
         )
-        ours = (b"DRP1", 1, 1, self._slots, self._job, self._slot_bytes, self._stride)
-        if (magic, version, lanes, slots, job, slot_bytes, stride) != ours:
+        expected = (b"DRP1", 1, 1, self._slots, self._job, self._slot_bytes, self._stride)
+        if (magic, version, lanes, slots, job, slot_bytes, stride) != expected:
             raise ProtocolError(f"the other end is {(magic, version, lanes, slots, slot_bytes)}")
         self._peer_arena, self._peer_credit = arena, credit
         qp_out, qp_in, psn_out, psn_in, self._arena_key, self._credit_key, _, peer_mtu, _, raw = (
@@ -224,12 +224,12 @@ class Peer:
         self._seen = word
         self._in_flight &= ~returned
 
-    def _wait(self, condition: Any, what: str) -> None:
+    def _wait(self, condition: Any, event: str) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             self._poll()
             if time.monotonic() > end:
-                raise TimeoutError(what)
+                raise TimeoutError(event)
 
     def _post(self, pair: Any, parts: list[Any], address: int, key: int, immediate: int) -> None:
         request = SendWR(
@@ -279,10 +279,10 @@ class Peer:
             self._returned ^= 1 << slot
         self.held.clear()
         # The word must not change while the previous write is under way.
-        at = self._num_credit_writes % 512 * 8
-        self._source.write(self._returned.to_bytes(8, "little"), 8, at)
+        offset = self._num_credit_writes % 512 * 8
+        self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
-        part = SGE(self._source.buf + at, 8, self._source.lkey)
+        part = SGE(self._source.buf + offset, 8, self._source.lkey)
         self._post(self._in, [part], self._peer_credit, self._credit_key, self._num_credit_writes)
 
     def send(self, header: tuple[int, ...], payload: bytes) -> None:

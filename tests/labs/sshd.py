@@ -35,8 +35,8 @@ def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
         The folder of the program, and the command that starts sshd in the background.
     """
     for name in ("key", "host_key"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
     (folder / "sshd_config").write_text((_SERVER + server).format(folder))
     (folder / "ssh_config").write_text(f"Host *\nIdentityFile {folder}/key\n{client}")
     program = folder / "bin" / "ssh"

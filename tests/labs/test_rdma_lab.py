@@ -29,7 +29,7 @@ def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
-        with capture.global_and_fixture_disabled():  # that it is being compiled is worth a line
+        with capture.global_and_fixture_disabled():  # compiling takes minutes, so it is announced
             rdma_lab.prepare()
     except rdma_lab.LabError as error:  # no network, most likely
         pytest.skip(str(error))
@@ -109,8 +109,8 @@ def test_nothing_is_left_behind() -> None:
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
-        own = {one.pid for one in psutil.Process().children()}
-        groups.update(map(_group, _kernels() & own))
+        children = {child.pid for child in psutil.Process().children()}
+        groups.update(map(_group, _kernels() & children))
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
@@ -121,14 +121,14 @@ def test_nothing_is_left_behind() -> None:
 def _kernels() -> set[int]:
     """Processes whose program is the kernel of a node: they are all its programs too."""
     kernel = str(rdma_lab.prepare())
-    found = set()
+    pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):
         try:
             if str(link.readlink()).startswith(kernel):
-                found.add(int(link.parent.name))
+                pids.add(int(link.parent.name))
         except OSError:  # it ended, or belongs to somebody else
             continue
-    return found
+    return pids
 
 
 def _group(pid: int) -> int:

@@ -66,8 +66,8 @@ def lab() -> Iterator[Lab]:
     kinds = [Kind("a10", 2, 2), Kind("v100", 2, 1)]
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
-        place = Path(folder, "lab")
-        with Lab(place, kinds, accounting=True, settings=SETTINGS) as cluster:
+        root = Path(folder, "lab")
+        with Lab(root, kinds, accounting=True, settings=SETTINGS) as cluster:
             yield cluster
 
 
@@ -88,14 +88,14 @@ def conf(tmp_path: Path) -> Path:
     return path
 
 
-def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
+def adaptive(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a subcommand on the login host."""
     variables = (f"{name}={value}" for name, value in forkserver().nodes()[1].items())
-    return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *words])
+    return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *arguments])
 
 
-def submit(lab: Lab, conf: Path, *words: str) -> int:
-    done = adaptive(lab, "job", "submit", str(conf), *words)
+def submit(lab: Lab, conf: Path, *options: str) -> int:
+    done = adaptive(lab, "job", "submit", str(conf), *options)
     assert done.returncode == 0, done.stderr
     match = re.match(r"job (\d+): logs in (.*)\n", done.stdout)
     assert match is not None, done.stdout
@@ -103,8 +103,10 @@ def submit(lab: Lab, conf: Path, *words: str) -> int:
     return int(match[1])
 
 
-def wait_for(what: Callable[[], object], why: Callable[[], str], *, every_s: float = 0.3) -> None:
-    wait_until(what, why, WATCHDOG_S, every_s)
+def wait_for(
+    condition: Callable[[], object], why: Callable[[], str], *, every_s: float = 0.3
+) -> None:
+    wait_until(condition, why, WATCHDOG_S, every_s)
 
 
 def said(conf: Path, job: int) -> str:
@@ -132,16 +134,16 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 def iterations(text: str) -> list[list[int]]:
     """Returns the iterations of each start of the writing node."""
-    found = [ITERATION.findall(part) for part in text.split(" starts\n")]
-    return [[int(number) for number in numbers] for numbers in found if numbers]
+    starts = [ITERATION.findall(part) for part in text.split(" starts\n")]
+    return [[int(number) for number in numbers] for numbers in starts if numbers]
 
 
 def status_of(lab: Lab, conf: Path, job: int) -> dict[str, Any]:
     logs = str(conf.parent / "logs")
     done = adaptive(lab, "job", "status", str(job), "--log-dir", logs, "--json")
     assert done.returncode in (0, 1), done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    status: dict[str, Any] = json.loads(done.stdout)
+    return status
 
 
 def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
@@ -150,7 +152,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
 
     def is_named() -> bool:
         status = status_of(lab, conf, job)
-        errors = [line for one in status["nodes"] for line in one["errors"]]
+        errors = [line for listed in status["nodes"] for line in listed["errors"]]
         return node in status["lost"] or any(f"node {node}" in line for line in errors)
 
     # Each look is a program of its own, on the processors that the job trains on.
@@ -160,7 +162,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
 
 def wait_until_no_process(lab: Lab) -> None:
     def left() -> list[str]:
-        return [f"{name}: {one}" for name, _ in lab.nodes for one in lab.processes(name)]
+        return [f"{name}: {process}" for name, _ in lab.nodes for process in lab.processes(name)]
 
     wait_for(lambda: not left(), lambda: "\n".join(left()))
 
@@ -200,7 +202,7 @@ def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
     assert Page(drawn).head["nodes"] == {"n3": [0], "n4": [1]}
     assert len(report["traces"]["rank_ms"]) == len(report["use"]) == 2
     assert len(report["curves"]["loss"]) == 3
-    assert not any(one["differs"] for one in report["settings"])
+    assert not any(setting["differs"] for setting in report["settings"])
 
 
 def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_over(
@@ -216,12 +218,12 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     )
     job = submit(lab, conf, *LONG)
     wait_until_it_trains(conf, job)
-    # In the order of NODES: the last rank, which writes, is on the fast node.
+    # Ranks follow the order of NODES: the last rank, which writes, is on the fast node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
     assert "iteration " in fast.read_text()
-    lab.output("scancel", "--signal=USR1", str(job))  # as Slurm does 90 s before the end
+    lab.output("scancel", "--signal=USR1", str(job))  # Slurm sends this 90 s before the end
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
     text = said(conf, job)
@@ -240,12 +242,17 @@ def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
     script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
-    place = [f"LOG_DIR={folder / 'my logs'}"]
-    place += [option for option in options if not option.startswith("--")]
+    assignments = [f"LOG_DIR={folder / 'my logs'}"]
+    assignments += [option for option in options if not option.startswith("--")]
     flags = [option for option in options if option.startswith("--")]
-    words = ["env", *variables, *place, *(["prlimit", f"--as={LITTLE}"] if place[1:] else [])]
-    words += ["sbatch", "--parsable", f"--chdir={folder}", *flags, script]
-    job = lab.output(*words).partition(";")[0]
+    command = [
+        "env",
+        *variables,
+        *assignments,
+        *(["prlimit", f"--as={LITTLE}"] if assignments[1:] else []),
+    ]
+    command += ["sbatch", "--parsable", f"--chdir={folder}", *flags, script]
+    job = lab.output(*command).partition(";")[0]
     logs = folder / "my logs" / job
     wait_for(lambda: not lab.output("squeue", "-h", "-j", job), lambda: str(list(logs.iterdir())))
     return "".join(path.read_text() for path in sorted(logs.iterdir()) if path.is_file())
@@ -293,8 +300,8 @@ def test_a_job_that_another_one_displaces_goes_on_after_it_until_it_is_cancelled
     status = status_of(lab, conf, job)
     assert (status["state"], status["is_stalled"], status["differences"]) == ("RUNNING", False, [])
     assert status["iteration"] >= 1
-    words = ["--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
-    lab.output("sbatch", *words, "--wrap", "true")
+    options = ["--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    lab.output("sbatch", *options, "--wrap", "true")
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
     text = said(conf, job)
@@ -362,10 +369,10 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         "SLOTS": 1,
         "TRAIN_ITERS": 100_000,
     }
-    words = ["env", *(f"{name}={value}" for name, value in variables.items())]
-    words += ["sbatch", "--parsable", "--array=0-1", "--partition=v100", "--gpus-per-node=1"]
-    words += [f"--output={outputs}/%a.txt", str(ROOT / "examples" / "slurm" / "elastic.sbatch")]
-    job = lab.output(*words).partition(";")[0]
+    command = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    command += ["sbatch", "--parsable", "--array=0-1", "--partition=v100", "--gpus-per-node=1"]
+    command += [f"--output={outputs}/%a.txt", str(ROOT / "examples" / "slurm" / "elastic.sbatch")]
+    job = lab.output(*command).partition(";")[0]
     folder = JobFolder(saved)
 
     def wrote() -> str:
@@ -387,7 +394,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return dict(folder.state()["epochs"][-1])
 
     wait_for_nodes(2)
-    # With notice, as before the end of a time limit: the node leaves in good order and comes back.
+    # The signal that comes before a time limit: the node leaves in good order and comes back.
     lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
     assert wait_for_nodes(1)["lost_steps"] == 0
     wait_for_nodes(2)
@@ -411,8 +418,8 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     done = adaptive(lab, "job", "status", "4711", *logs)
     assert done.returncode == 2
     assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
-    words = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
-    job = lab.output(*NOBODY, *words).partition(";")[0]
+    command = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
+    job = lab.output(*NOBODY, *command).partition(";")[0]
     done = adaptive(lab, "job", "status", job, *logs)
     assert done.returncode == 2
     assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
@@ -440,7 +447,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         assert "error: MASTER_ADDR=n3: on n4 it is 127.0.1.1, which reaches nobody else" in text
     finally:
         lab.run(["umount", "/etc/hosts"], on="n4")
-    # What the first node answers from the port on which all meet is dropped.
+    # The first node's answers from the port where all meet are dropped.
     rule = "rule {} ipproto tcp sport 25999 blackhole"
     assert lab.run(["ip", *rule.format("add").split()], on="n3").returncode == 0
     try:
@@ -448,7 +455,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
             lab, conf, *where, "--set", "MASTER_PORT=25999", "--set", "MEETING_TIMEOUT_S=8"
         )
         finish(lab, conf, wall)
-        (far,) = (one for one in status_of(lab, conf, wall)["nodes"] if one["name"] == "n4")
+        (far,) = (node for node in status_of(lab, conf, wall)["nodes"] if node["name"] == "n4")
         expected = r"error: the processes of the job cannot meet at 10.66.0.13:25999 .* firewall"
         assert re.search(expected, "\n".join(far["errors"])), far
     finally:
@@ -457,7 +464,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "settings",
     [
         "SLURM_PARTITION=v10",
         "DEVICE=gpu SLURM_GRES=gpu:h100",
@@ -465,8 +472,8 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         "SLURM_TIME=soon",
     ],
 )
-def test_what_slurm_does_not_have_is_named(words: str, lab: Lab, conf: Path) -> None:
-    changes = [word for change in words.split() for word in ("--set", change)]
+def test_what_slurm_does_not_have_is_named(settings: str, lab: Lab, conf: Path) -> None:
+    changes = [word for change in settings.split() for word in ("--set", change)]
     done = adaptive(lab, "job", "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
@@ -478,7 +485,8 @@ def test_the_cluster_is_discovered(lab: Lab) -> None:
     done = adaptive(lab, "plan", "--discover")
     assert done.returncode == 0, done.stderr
     kinds = [
-        (one["gpu"], one["gpus_per_node"], one["hosts"]) for one in json.loads(done.stdout)["nodes"]
+        (kind["gpu"], kind["gpus_per_node"], kind["hosts"])
+        for kind in json.loads(done.stdout)["nodes"]
     ]
     assert kinds == [("a10", 2, ["n1", "n2"]), ("v100-16", 1, ["n3", "n4"])]
     assert "assumed: v100 is v100-16" in done.stderr

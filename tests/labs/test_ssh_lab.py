@@ -36,8 +36,8 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture
 def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     """A folder of programs whose ssh reaches n2; an sshd runs there until the end."""
-    known = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
-    programs, server = sshd.prepare(tmp_path, "", known)
+    client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
+    programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
     done = lab.run(server, on="n2")
@@ -46,8 +46,8 @@ def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     lab.run(["sh", "-c", f"kill $(cat {tmp_path}/sshd.pid)"], on="n2")
 
 
-def wait_for(what: Callable[[], object], why: Callable[[], str]) -> None:
-    wait_until(what, why, WATCHDOG_S, 0.2)
+def wait_for(condition: Callable[[], object], why: Callable[[], str]) -> None:
+    wait_until(condition, why, WATCHDOG_S, 0.2)
 
 
 def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
@@ -56,7 +56,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     machines, saved, log = tmp_path / "machines.txt", tmp_path / "saved", tmp_path / "log.txt"
     job = JobFolder(saved)
     machines.write_text("n1 slots=1\nn2 slots=1\nn9 slots=1\n")
-    words = [
+    arguments = [
         *("env", f"PATH={reached}:{os.environ['PATH']}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"),
         "HF_TOKEN=it's a secret",
         *command(machines, saved, MORE, "--join-within", "60"),
@@ -70,16 +70,18 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         assert manager.poll() is None, log.read_text()
         return sorted(last["nodes"]) if is_training else []
 
-    manager = start([*lab.enter("n1", str(tmp_path)), *words], log, os.environ)
+    manager = start([*lab.enter("n1", str(tmp_path)), *arguments], log, os.environ)
     try:
         wait_for(lambda: nodes() == ["n1", "n2"], log.read_text)
         assert "machine n9 is left out: ssh: Could not resolve hostname n9" in log.read_text()
-        here = [one for one in lab.processes("n2") if "python" in one.name()]
-        # What watches for hangs has nothing of the environment.
-        far = [one.environ() for one in here if "hang_watch.py" not in str(one.cmdline())]
+        here = [process for process in lab.processes("n2") if "python" in process.name()]
+        # The watcher for hangs gets nothing of the environment.
+        far = [
+            process.environ() for process in here if "hang_watch.py" not in str(process.cmdline())
+        ]
         assert far
-        assert {one.get("OMP_NUM_THREADS") for one in far} == {"1"}
-        assert {one.get("HF_TOKEN") for one in far} == {"it's a secret"}
+        assert {process.get("OMP_NUM_THREADS") for process in far} == {"1"}
+        assert {process.get("HF_TOKEN") for process in far} == {"it's a secret"}
         machines.write_text("n1 slots=1\n")
         wait_for(lambda: nodes() == ["n1"], log.read_text)
         machines.write_text("n1 slots=1\nn2 slots=1\n")
@@ -92,7 +94,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     text = log.read_text()
     assert "Traceback" not in text, text
     status = [
-        *words[:4],
+        *arguments[:4],
         sys.executable,
         "-m",
         "megatron.adaptive",
@@ -103,5 +105,5 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     ]
     assert "lost 0" in lab.run(status).stdout
     for name, _ in lab.nodes:
-        own = [str(one) for one in lab.processes(name) if one.name() != "sshd"]
-        assert not own, own
+        left = [str(process) for process in lab.processes(name) if process.name() != "sshd"]
+        assert not left, left

@@ -74,8 +74,8 @@ def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Resul
 
 
 def test_rdma_keeps_the_contract_of_all_transports() -> None:
-    words = "-m pytest -q -p no:cacheprovider -k rdma tests/transport/test_contract.py"
-    script = f"cd {ROOT}; $PYTHON {words}"
+    command = "-m pytest -q -p no:cacheprovider -k rdma tests/transport/test_contract.py"
+    script = f"cd {ROOT}; $PYTHON {command}"
     result = on_nodes(script, nodes=1, timeout_s=900.0, TRANSPORT_CONTRACT="rdma")
     assert result.status == 0, result.text
     passed = re.search(r"(\d+) passed", result.text)
@@ -95,7 +95,7 @@ SANITIZED_TESTS = (
     ("channel_test", "returns (rdma)", "1"),
     ("channel_test", "reserve (rdma)", "1"),
 )
-"""A program, what it is asked for, and the nodes that run it: one of each kind, they are slow."""
+"""A program, its arguments, and the nodes that run it: one of each kind, because they are slow."""
 
 
 @pytest.mark.sanitizer
@@ -109,8 +109,8 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
         for program, only, nodes in SANITIZED_TESTS:
             # Each with ports of its own: those of the one before are not free at once.
             port += 100
-            words = shlex.join([str(programs.build(program)), only])
-            lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {words};; esac")
+            command = shlex.join([str(programs.build(program)), only])
+            lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {command};; esac")
             for node in nodes:
                 expected[node] += 1
     runs = "\n".join(lines)
@@ -172,11 +172,11 @@ def test_two_nodes_choose_rdma_and_a_gpt_learns_over_any_transport_as_in_one_pro
     runs = {"a check": ["-m", "megatron.adaptive", *"transport --check --seconds 0.5".split()]}
     for transport in ("rdma", "tcp"):
         runs[f"over {transport}"] = [*program, *TWO_STAGES, "--transport", transport]
-    given = [
-        {"title": title, "variables": {"MASTER_PORT": str(29501 + number)}, "words": words}
-        for number, (title, words) in enumerate(runs.items())
+    programs = [
+        {"title": title, "variables": {"MASTER_PORT": str(29501 + number)}, "words": command}
+        for number, (title, command) in enumerate(runs.items())
     ]
-    script = f"$PYTHON tests/labs/one_import.py {shlex.quote(json.dumps(given))}"
+    script = f"$PYTHON tests/labs/one_import.py {shlex.quote(json.dumps(programs))}"
     result = on_nodes(f"cd {ROOT}; {script}", nodes=2, timeout_s=900.0)
     assert result.status == 0, result.text
     check, *jobs = re.split("over (?:rdma|tcp)\n", result.output[0])

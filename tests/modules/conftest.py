@@ -21,9 +21,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]
     made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 
-    def make(*given: Any) -> Training:
+    def make(*arguments: Any) -> Training:
         end()
-        made.append(Training(*given))
+        made.append(Training(*arguments))
         return made[-1]
 
     def end() -> None:

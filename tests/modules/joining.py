@@ -15,14 +15,14 @@ accelerator.install()
 from megatron.adaptive.modules.mesh import join_job, make_mesh  # noqa: E402
 
 if __name__ == "__main__":
-    if os.environ["AGENT_STORE"] == "False":  # as under a launcher without a store for ranks
+    if os.environ["AGENT_STORE"] == "False":  # the launcher has no store for ranks
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = os.environ["OTHER_PORT"]
     for turn in range(int(sys.argv[1])):
         mesh = make_mesh(join_job(20.0), 2)
         time.sleep(0.05 * (mesh.rank ^ turn % 2))  # either comes first
         assert mesh.gather(mesh.rank + turn) == [turn, turn + 1]
-        one = torch.ones(1)
-        torch.distributed.all_reduce(one)
-        assert one.item() == 2
+        tensor = torch.ones(1)
+        torch.distributed.all_reduce(tensor)
+        assert tensor.item() == 2
         mesh.close()

@@ -51,9 +51,9 @@ class Case:
     """A model with its tapes, and what the whole model does with a batch.
 
     Args:
-        model: with cut points.
-        batch: of all microbatches.
-        micro_batch_size: samples of a microbatch.
+        model: Model with cut points.
+        batch: Batch with the samples of all microbatches.
+        micro_batch_size: Number of samples in a microbatch.
         options: ``loss``, ``arguments``, ``decisive_entries`` and ``slicing`` of ``Pipeline``.
     """
 
@@ -87,7 +87,7 @@ class Case:
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
         for number in range(self.count):
-            batch = {name: one.clone() for name, one in self.microbatch(number).items()}
+            batch = {name: tensor.clone() for name, tensor in self.microbatch(number).items()}
             loss = forward(batch)
             (loss / self.count).backward()
             losses.append(float(loss.detach()))
@@ -120,8 +120,8 @@ class Case:
 
         each_in_its_thread(work, size)
         total: dict[str, torch.Tensor] = {}
-        for one in held:
-            for name, gradient in gradients_of(one).items():
+        for tensors in held:
+            for name, gradient in gradients_of(tensors).items():
                 total[name] = total[name] + gradient if name in total else gradient
         return losses, total
 
@@ -129,8 +129,8 @@ class Case:
         self, orders: Orders, tape: Any, plans: Any, held: Any, wire: Loopback, forward_only: bool
     ) -> list[float]:
         placement = orders.placement
-        mine = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
-        programs = [StageProgram(tape, plans[s], held, CPU) for s in mine]
+        own_stages = [placement.stage_of(orders.pp_rank, c) for c in range(placement.num_chunks)]
+        programs = [StageProgram(tape, plans[s], held, CPU) for s in own_stages]
         split = orders.weight_pieces > 0 and not forward_only
         stages = ProgramStages(
             programs=[programs] * self.count,
@@ -162,17 +162,17 @@ class Case:
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients by name, zeros left out."""
     return {
-        name: one.grad.clone()
-        for name, one in tensors.items()
-        if one.grad is not None and bool(one.grad.abs().max() > 0)
+        name: tensor.grad.clone()
+        for name, tensor in tensors.items()
+        if tensor.grad is not None and bool(tensor.grad.abs().max() > 0)
     }
 
 
 def assert_same(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
+    gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
 ) -> None:
     """Each gradient differs by at most ``tolerance`` times its own norm."""
-    assert sorted(found) == sorted(expected)
-    for name, one in expected.items():
-        error = float((found[name] - one).norm() / one.norm())
+    assert sorted(gradients) == sorted(expected)
+    for name, reference in expected.items():
+        error = float((gradients[name] - reference).norm() / reference.norm())
         assert error <= tolerance, f"{name}: {error:.2e}"

@@ -69,9 +69,9 @@ def case_of(name: str) -> tuple[Case, Any]:
 
 # Every schedule with every model and both sizes, and every model with both sizes.
 CASES = [
-    (name, (2, 4)[(place + turn) % 2], *one)
-    for turn, one in enumerate(SCHEDULES)
-    for place, name in enumerate(NO_DROPOUT)
+    (name, (2, 4)[(index + turn) % 2], *scheduled)
+    for turn, scheduled in enumerate(SCHEDULES)
+    for index, name in enumerate(NO_DROPOUT)
 ]
 
 
@@ -82,9 +82,9 @@ def test_stages_give_losses_and_gradients_of_the_whole(
     case, (losses, gradients) = case_of(name)
     if case.forwards.training.num_segments < size * (chunks or 2):
         chunks = None
-    found_losses, found = case.run(schedule, size, chunks)
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    assert_same(found, gradients)
+    staged_losses, staged = case.run(schedule, size, chunks)
+    assert staged_losses == pytest.approx(losses, rel=1e-5)
+    assert_same(staged, gradients)
 
 
 @pytest.mark.parametrize("name", ["mlp", "vit", "gpt2", "bert"])

@@ -24,11 +24,11 @@ def alone(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
-    words = ["-m", "megatron.adaptive", "job", "launch", "--standalone", "--nproc-per-node", "2"]
-    words += [str(EXAMPLES / "mlp.py"), "--steps", "6", "--schedule", "zb-v"]
-    words += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
+    command = ["-m", "megatron.adaptive", "job", "launch", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "mlp.py"), "--steps", "6", "--schedule", "zb-v"]
+    command += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *command],
         env=forking(),  # the launcher, not its ranks
         capture_output=True,
         text=True,
@@ -38,7 +38,7 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "plan: " in done.stdout  # neither size was given
     assert profile_file.load(tmp_path / "profile.json")["model"]["name"] == "Mlp"
-    losses = [float(one) for one in re.findall(r"step \d: loss ([0-9.]+)", done.stdout)]
+    losses = [float(printed) for printed in re.findall(r"step \d: loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert "segments per stage" in done.stdout

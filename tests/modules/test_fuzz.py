@@ -20,7 +20,7 @@ class Tangle(nn.Module):
 
     Args:
         seed: says which model.
-        operations: how many, with a cut point after every second on average.
+        operations: Number of operations; on average, a cut point follows every second one.
     """
 
     def __init__(self, seed: int, operations: int = 14) -> None:
@@ -39,14 +39,14 @@ class Tangle(nn.Module):
                 cut = len(self.cuts)
                 self.cuts.append(CutPoint())
             kind = "linear" if number == 0 else choice.choice(kinds)
-            given = choice.randrange(number + 2), choice.randrange(number + 2)
-            self.plan.append((kind, *given, choice.randrange(4) if number else 0, cut))
+            inputs = choice.randrange(number + 2), choice.randrange(number + 2)
+            self.plan.append((kind, *inputs, choice.randrange(4) if number else 0, cut))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Returns the loss of two inputs ``[n, 4]``."""
         made = [x, y]
-        for kind, one, other, layer, cut in self.plan:
-            made.append(self._run(kind, made[one], made[other], layer))
+        for kind, first, second, layer, cut in self.plan:
+            made.append(self._run(kind, made[first], made[second], layer))
             if cut >= 0:
                 made[-1] = self.cuts[cut](made[-1])
         return (made[-1] + 0.1 * sum(made[2:-1])).square().mean()
@@ -78,6 +78,6 @@ def test_tangled_models(seed: int) -> None:
     case = Case(model, batch, 2)
     losses, gradients = case.expected()
     schedule, size = [("1f1b", 4), ("zb-v", 2), ("adaptive", 3), ("gpipe", 2)][seed % 4]
-    found_losses, found = case.run(schedule, size)
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    assert_same(found, gradients)
+    staged_losses, staged = case.run(schedule, size)
+    assert staged_losses == pytest.approx(losses, rel=1e-5)
+    assert_same(staged, gradients)

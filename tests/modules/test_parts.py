@@ -47,7 +47,7 @@ def test_partitions_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "size", "words"),
+    ("sample", "size", "message"),
     [
         ([torch.ones(2)], 1, "sample_batch is a list"),
         ({"x": [1.0, 2.0]}, 1, "sample_batch['x'] is a list"),
@@ -58,22 +58,22 @@ def test_partitions_that_do_not_fit_are_refused() -> None:
         ({"x": torch.ones(2)}, 0, "micro_batch_size 0"),
     ],
 )
-def test_samples_that_are_none(sample: Any, size: int, words: str) -> None:
+def test_samples_that_are_none(sample: Any, size: int, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         BatchShape(sample, size)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("groups", "words"),
+    ("groups", "message"),
     [
         (["words.weight"], "a list of groups"),
         ([["words.wait"]], "'words.wait'"),
         ([["words.weight", "mixer.weight"]], "the model has two"),
     ],
 )
-def test_groups_that_are_wrong(groups: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_groups_that_are_wrong(groups: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_groups(knotty(), groups)
 
 
@@ -84,7 +84,7 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
     assert model.blocks[0].weight is kept is held["blocks.0.weight"]
     assert model.head.weight is model.words.weight
     assert model.norm.running_mean is held["norm.running_mean"]
-    others = {name for name, one in model.named_parameters() if one.is_meta}
+    others = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     assert others == {name for name, _ in knotty().named_parameters()} - set(held)
     assert model.mixer.weight.shape == (8, 8)
 

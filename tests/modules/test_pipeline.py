@@ -31,8 +31,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_four_processes(results: list[dict[str, Any]], program: str) -> None:
-    errors = [one["error"] for one in results if one["error"]]
-    assert [program in one["done"] for one in results] == [True] * RANKS, "\n".join(errors)
+    errors = [result["error"] for result in results if result["error"]]
+    assert [program in result["done"] for result in results] == [True] * RANKS, "\n".join(errors)
 
 
 def test_a_peer_that_dies_as_all_add_up_the_loss_is_named(tmp_path: Path) -> None:

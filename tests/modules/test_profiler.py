@@ -25,35 +25,35 @@ def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
     assert profile.micro_batch_sizes == (1, 2, 4)
     assert profile.cut_points == ("cuts.0", "cuts.1")
     assert len(profile.samples) == 9
-    for one in profile.samples:
-        row = 4 * WIDE * one.micro_batch
-        assert one.parameters == WIDE * WIDE
-        assert one.output_bytes == (row if one.segment < 2 else 0)
+    for sample in profile.samples:
+        row = 4 * WIDE * sample.micro_batch
+        assert sample.parameters == WIDE * WIDE
+        assert sample.output_bytes == (row if sample.segment < 2 else 0)
         # The input of the product and the output of the sigmoid.
-        assert one.kept_bytes == 2 * row
-        assert one.split_s is not None
-        assert min(one.forward_s, one.backward_s, *one.split_s) > 0
+        assert sample.kept_bytes == 2 * row
+        assert sample.split_s is not None
+        assert min(sample.forward_s, sample.backward_s, *sample.split_s) > 0
 
 
 def test_the_model_stays_as_it_is() -> None:
     model = knotty(dropout=0.2)
-    for one in model.parameters():
-        one.grad = torch.ones_like(one)
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    for tensor in model.parameters():
+        tensor.grad = torch.ones_like(tensor)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(11)
     state = torch.get_rng_state()
     profile = Profiler(model, make_batch(2), shared_weights=SHARED, micro_batch_sizes=[2]).run()
     assert torch.equal(torch.get_rng_state(), state)
-    for name, one in model.state_dict().items():
-        assert torch.equal(one, before[name]), name
-    assert all(bool((one.grad == 1).all()) for one in model.parameters())  # type: ignore[union-attr]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(bool((tensor.grad == 1).all()) for tensor in model.parameters())  # type: ignore[union-attr]
     assert model.training
     # Embedding and mixer are used by the first and by the last piece.
     shared = WORDS * WIDTH + WIDTH * WIDTH + WIDTH
-    found = profile.document()["model"]
-    assert (found["tied_parameters"], found["tied_layers"]) == (shared, [0, 8])
-    counts = sum(one.numel() for one in model.parameters())
-    assert sum(one["parameters"] for one in found["layers"]) - shared == counts
+    described = profile.document()["model"]
+    assert (described["tied_parameters"], described["tied_layers"]) == (shared, [0, 8])
+    counts = sum(tensor.numel() for tensor in model.parameters())
+    assert sum(tensor["parameters"] for tensor in described["layers"]) - shared == counts
 
 
 def test_memory_ends_the_doubling() -> None:
@@ -99,7 +99,9 @@ def test_backwards_are_given_as_they_run() -> None:
     both = Profiler(Tower(), sample, micro_batch_sizes=[1]).run()
     assert all(row["backward_weight_s"] > 0 for row in both.document()["layers"])
     whole = both.document(split=False)["layers"]
-    assert [row["backward_input_s"] for row in whole] == [one.backward_s for one in both.samples]
+    assert [row["backward_input_s"] for row in whole] == [
+        sample.backward_s for sample in both.samples
+    ]
 
 
 class Failing(Tower):
@@ -108,7 +110,7 @@ class Failing(Tower):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "words"),
+    ("model", "options", "phrases"),
     [
         (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes 0", "from 1 on"]),
         (Tower, {"repeats": 0}, ["repeats 0"]),
@@ -117,9 +119,9 @@ class Failing(Tower):
         (Failing, {}, ["rank 0", "IndexError", "no such row"]),
     ],
 )
-def test_what_is_wrong_is_one_line(model: Any, options: dict[str, Any], words: list[str]) -> None:
+def test_what_is_wrong_is_one_line(model: Any, options: dict[str, Any], phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         Profiler(model(), {"x": torch.randn(2, WIDE)}, **options).run()
     assert "\n" not in str(caught.value)
-    for word in words:
+    for word in phrases:
         assert word in str(caught.value)

@@ -45,9 +45,9 @@ def case_of(body: Body, slicing: str = "auto", cuts: int = 2) -> Case:
 
 def check(case: Case, schedule: str = "1f1b") -> None:
     losses, gradients = case.expected()
-    found_losses, found = case.run(schedule, case.forwards.training.num_segments)
-    assert found_losses == pytest.approx(losses, rel=1e-6)
-    assert_same(found, gradients, 1e-6)
+    staged_losses, staged = case.run(schedule, case.forwards.training.num_segments)
+    assert staged_losses == pytest.approx(losses, rel=1e-6)
+    assert_same(staged, gradients, 1e-6)
 
 
 def plain(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +78,8 @@ class Straight(torch.autograd.Function):
     """Rounds, with the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        return given.round()
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.round()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -226,7 +226,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "phrases"),
     [
         (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
         (skipped, ["cuts.1", "not passed", "control flow"]),
@@ -244,12 +244,12 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
-def test_what_cannot_be_cut_is_named(body: Body, words: list[str]) -> None:
+def test_what_cannot_be_cut_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         slice_tape(case_of(body).forwards.training, (1, 1, 1))
     said = str(refusal.value)
     assert "\n" not in said
-    for word in words:
+    for word in phrases:
         assert word in said, said
 
 
@@ -297,7 +297,7 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "phrases"),
     [
         (kept_state, ["assigns another tensor to table", "copy_"]),
         (kept_outside, ["assigns another tensor to mean", "buffer"]),
@@ -309,12 +309,12 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.export warns before it fails
-def test_what_a_recording_would_lose_is_named(body: Body, words: list[str]) -> None:
+def test_what_a_recording_would_lose_is_named(body: Body, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         case_of(body)
     said = str(refusal.value)
     assert "\n" not in said
-    for word in words:
+    for word in phrases:
         assert word in said, said
 
 
@@ -405,17 +405,17 @@ def test_values_that_torch_only_checks_may_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "phrases"),
     [
         (lambda output, batch: output.expand(3), ["loss of [3]", "scalar"]),
         (lambda output, batch: 1.5, ["loss of float"]),
         (lambda output, batch: torch.zeros((), dtype=torch.int64), ["scalar"]),
     ],
 )
-def test_the_loss_is_a_scalar(loss: Any, words: list[str]) -> None:
+def test_the_loss_is_a_scalar(loss: Any, phrases: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         Case(Model(plain), {"x": torch.randn(2, 4)}, 2, loss=loss)
-    for word in words:
+    for word in phrases:
         assert word in str(refusal.value)
 
 

@@ -51,14 +51,14 @@ def run(
 def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
     """Starts a training on node ``a``, as its agent would."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-    given = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
+    encoded = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 
     def begin(
         *, copies: bool = True, precision: str | None = None, optimizer: str = "AdamW"
     ) -> Training:
         monkeypatch.delenv("MEGATRON_ADAPTIVE_COPIES", raising=False)
         if copies:
-            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", given)
+            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", encoded)
         training = trained(4, precision, getattr(torch.optim, optimizer))
         training.state["diary"] = Diary()
         return training
@@ -97,7 +97,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     assert training.losses | later.losses == whole.losses
     assert later.state["diary"].text == whole.state["diary"].text
     assert later.pipeline.loss_scale == whole.pipeline.loss_scale
-    assert [one.name for one in folder.glob(".step*")] == []
+    assert [path.name for path in folder.glob(".step*")] == []
     kept, expected = later.pipeline.model.state_dict(), whole.pipeline.model.state_dict()
     assert all(torch.equal(kept[name], expected[name]) for name in expected)
 

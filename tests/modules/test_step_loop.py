@@ -1,4 +1,4 @@
-"""``Pipeline.loop`` in one process: where it begins, when it saves and ends, what it refuses."""
+"""``Pipeline.loop`` in one process: its first step, its checkpoints, its end, its refusals."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 from .models import Training, batch_of
 
 
-def train(pipeline: Pipeline, at: int, do: Callable[[], object], **options: Any) -> None:
+def train(pipeline: Pipeline, chosen: int, do: Callable[[], object], **options: Any) -> None:
     """Trains nine steps, and calls a function after one of them."""
     for step in pipeline.loop(9, **options):
         pipeline.step(batch_of(step))
-        if step == at:
+        if step == chosen:
             do()
 
 
@@ -40,7 +40,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
     first = trained()
     with pytest.raises(KeyError):  # nothing is saved of the step after which it came
         train(first.pipeline, 2, fail, folder=tmp_path, save_interval=1, keep=2)
-    assert sorted(one.name for one in tmp_path.iterdir() if one.name != ".lease") == [
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lease") == [
         "step_00000001",
         "step_00000002",
     ]
@@ -66,23 +66,23 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     whole, gate, commit = trained(), threading.Event(), PipelineFolder.commit
     whole.run(7, None)
 
-    def late(self: PipelineFolder, step: int, *given: Any) -> Path:
+    def late(self: PipelineFolder, step: int, *arguments: Any) -> Path:
         assert gate.wait(60.0)
-        return commit(self, step, *given)
+        return commit(self, step, *arguments)
 
     monkeypatch.setattr(PipelineFolder, "commit", late)
     folder = tmp_path / "checkpoints"
     begun, seen = trained(), []
 
     def look(step: int) -> None:
-        if step == 3:  # that of step 2 is under way, and its weights have changed since
-            seen.extend(one.name for one in folder.glob("step_*"))
+        if step == 3:  # step 2 is being saved, and the weights have changed since
+            seen.extend(path.name for path in folder.glob("step_*"))
             gate.set()
 
     begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
     begun.pipeline.close()  # waits for the last one
     assert seen == []
-    assert sorted(one.name for one in folder.iterdir() if one.name != ".lease") == [
+    assert sorted(path.name for path in folder.iterdir() if path.name != ".lease") == [
         "step_00000004",
         "step_00000006",
     ]
@@ -99,33 +99,33 @@ def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     """Copies it at the next start, if shared storage could not be written before."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
-    one = trained()
+    training = trained()
     outer.touch()  # no folder can be made in it
     folders: dict[str, Any] = {"folder": outer / "saved", "local_folder": tmp_path / "disk"}
     with pytest.raises(CheckpointError, match="iteration 3 was not copied to .*Not a directory"):
-        one.run(3, save_interval=2, **folders)
-    one.pipeline.close()  # tries once more
-    (own,) = (tmp_path / "disk").glob("saved-*/*")
-    assert sorted(path.name for path in own.iterdir()) == ["iter_0000002", "iter_0000003"]
+        training.run(3, save_interval=2, **folders)
+    training.pipeline.close()  # tries once more
+    (local,) = (tmp_path / "disk").glob("saved-*/*")
+    assert sorted(path.name for path in local.iterdir()) == ["iter_0000002", "iter_0000003"]
     outer.unlink()
     later = trained()
     later.run(6, **folders)
     said = capsys.readouterr().out
     assert "continuing the copy of iteration 3" in said
     assert said.count("saved checkpoint from iteration       6") == 1
-    assert one.losses | later.losses == whole.losses
+    assert training.losses | later.losses == whole.losses
     assert list(later.losses) == [3, 4, 5]
     assert max(PipelineFolder(outer / "saved").steps()) == 6
-    other = tmp_path / "other"  # which is not where those of the loop go
+    other = tmp_path / "other"  # a folder that is not the loop's
     assert later.pipeline.save(other) == other / "step_00000006"
 
 
 def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, disk, folder = trained(), tmp_path / "disk", tmp_path / "checkpoints"
+    training, disk, folder = trained(), tmp_path / "disk", tmp_path / "checkpoints"
     disk.touch()
-    one.run(3, folder, local_folder=disk)
+    training.run(3, folder, local_folder=disk)
     assert sorted(PipelineFolder(folder).steps()) == [3]
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
@@ -138,9 +138,9 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
 def test_a_signal_saves_and_ends_the_program(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, handler = trained(), signal.getsignal(signal.SIGUSR1)
+    training, handler = trained(), signal.getsignal(signal.SIGUSR1)
     with pytest.raises(JobEnded) as ended:
-        train(one.pipeline, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), folder=tmp_path)
+        train(training.pipeline, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), folder=tmp_path)
     assert ended.value.code == 0
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lease"] == ["step_00000004"]
     said = capsys.readouterr().out
@@ -150,21 +150,21 @@ def test_a_signal_saves_and_ends_the_program(
 
 
 def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Path) -> None:
-    one = trained()
-    steps = one.pipeline.loop(9, folder=tmp_path)
+    training = trained()
+    steps = training.pipeline.loop(9, folder=tmp_path)
     with pytest.raises(ConfigError, match="outside of the steps"):
-        one.pipeline.step(batch_of(0))
+        training.pipeline.step(batch_of(0))
     assert next(steps) == 0
     with pytest.raises(ConfigError, match=r"has 4: give Pipeline.step pipeline.share"):
-        one.pipeline.step(batch_of(0, 8))
-    one.pipeline.step(batch_of(0))
+        training.pipeline.step(batch_of(0, 8))
+    training.pipeline.step(batch_of(0))
     with pytest.raises(ConfigError, match="called twice in step 0"):
-        one.pipeline.step(batch_of(0))
+        training.pipeline.step(batch_of(0))
     assert next(steps) == 1
     with pytest.raises(ConfigError, match="step 1 of Pipeline.loop was not trained"):
         next(steps)
     with pytest.raises(ConfigError, match="run all steps in one loop"):
-        one.pipeline.loop(9)
+        training.pipeline.loop(9)
     saved = trained()
     saved.run(1, tmp_path / "own")
     with pytest.raises(CheckpointError, match="its steps have 4 samples, those of the script"):
@@ -208,16 +208,16 @@ def test_a_job_tells_where_to_save_and_hears_of_steps(
     signature = json.loads((tmp_path / "model.json").read_text())["signature"]
     order |= {"signature": signature, "pipeline_size": 1, "replicas": 1, "micro_batch_size": 2}
     monkeypatch.setenv("MEGATRON_ADAPTIVE_JOB", json.dumps({**order, "partition": [2]}))
-    one = Training()
+    training = Training()
     try:
-        assert one.pipeline.partition == (2,)
+        assert training.pipeline.partition == (2,)
         with pytest.raises(ConfigError, match="outside of Pipeline.loop"):
-            one.pipeline.step(batch_of(0))
-        one.run(3, tmp_path / "unused", save_interval=2)
+            training.pipeline.step(batch_of(0))
+        training.run(3, tmp_path / "unused", save_interval=2)
         lines = [json.loads(line) for line in (tmp_path / "p" / PROGRESS_NAME).open()]
         assert lines[0]["total_iterations"] == 3
         assert {line["saved"] for line in lines if "saved" in line} == {2, 3}
         assert lines[-1]["ended"] == "all iterations are done"
         assert not (tmp_path / "unused").exists()
     finally:
-        one.pipeline.close()
+        training.pipeline.close()

@@ -1,6 +1,6 @@
 """One of four ranks: runs programs on the public ``Pipeline``, one after the other.
 
-Usage: ``worker.py FOLDER PROGRAM ...``. Each program compares what it finds with what it must be;
+Usage: ``worker.py FOLDER PROGRAM ...``. Each program compares its results with the expected ones;
 the names of those that did, and the error that ended the list, go to ``FOLDER/RANK.json``.
 """
 
@@ -47,9 +47,9 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make(**options: Any) -> Pipeline:
-    given: dict[str, Any] = {"micro_batch_size": 2, "shared_weights": SHARED, **options}
-    model = given.pop("model", None) or knotty()
-    return Pipeline(model, make_batch(4), **given)
+    settings: dict[str, Any] = {"micro_batch_size": 2, "shared_weights": SHARED, **options}
+    model = settings.pop("model", None) or knotty()
+    return Pipeline(model, make_batch(4), **settings)
 
 
 def make_open(**options: Any) -> Pipeline:
@@ -57,7 +57,7 @@ def make_open(**options: Any) -> Pipeline:
 
 
 def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
-    return [pipeline.step(pipeline.share(one))[0] for one in batches]
+    return [pipeline.step(pipeline.share(batch))[0] for batch in batches]
 
 
 def reference(
@@ -71,7 +71,10 @@ def reference(
         count = len(batch["ids"]) // size
         total = 0.0
         for start in range(0, size * count, size):
-            loss = model(**{name: one[start : start + size] for name, one in batch.items()}) / count
+            loss = (
+                model(**{name: tensor[start : start + size] for name, tensor in batch.items()})
+                / count
+            )
             loss.backward()
             total += float(loss.detach())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
@@ -80,29 +83,29 @@ def reference(
     return losses, norms
 
 
-def require_same(found: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
+def require_same(named: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
     """These parameters and buffers are those of the whole model."""
     expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    for name, one in found:
-        torch.testing.assert_close(one, expected[name], rtol=1e-5, atol=1e-5)
+    for name, tensor in named:
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
 
 
-def gathered(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * RANKS
-    dist.all_gather_object(found, mine)
-    return found
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * RANKS
+    dist.all_gather_object(values, value)
+    return values
 
 
-def require_refused(action: Callable[[], object], *words: str) -> None:
+def require_refused(action: Callable[[], object], *phrases: str) -> None:
     """An error of one line with these words, the same kind on every rank."""
     try:
         action()
     except AdaptiveError as error:
         said = str(error)
     else:
-        raise AssertionError(f"not refused: {words}")
+        raise AssertionError(f"not refused: {phrases}")
     assert "\n" not in said
-    for word in words:
+    for word in phrases:
         assert word in said, said
 
 
@@ -126,7 +129,7 @@ def a_model_on_meta_gets_memory_for_its_part_only() -> None:
             assert pipeline.grad_norm == pytest.approx(norm, rel=1e-5)
         require_same(pipeline.named_parameters(), whole)
         held = [*pipeline.model.named_parameters(), *pipeline.model.named_buffers()]
-        assert sorted(filled) == sorted(name for name, one in held if not one.is_meta)
+        assert sorted(filled) == sorted(name for name, tensor in held if not tensor.is_meta)
 
 
 def clipped_steps_on_four_ranks() -> None:
@@ -135,18 +138,22 @@ def clipped_steps_on_four_ranks() -> None:
     assert min(norms) > 0.05  # the limit is in force
     whole.eval()
     test = make_batch(4, 9)
-    halves = [{n: one[s : s + 2] for n, one in test.items()} for s in (0, 2)]
+    halves = [{n: tensor[s : s + 2] for n, tensor in test.items()} for s in (0, 2)]
     with torch.no_grad(), make() as pipeline:
         pipeline.set_optimizer(sgd, clip_norm=0.05)
         for batch, loss, norm in zip(batches, losses, norms, strict=True):
             assert pipeline.step(batch)[0] == pytest.approx(loss, rel=1e-5)
             assert pipeline.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert pipeline.eval(test) == pytest.approx(sum(float(whole(**one)) for one in halves) / 2)
+        assert pipeline.eval(test) == pytest.approx(
+            sum(float(whole(**half)) for half in halves) / 2
+        )
         require_same(pipeline.named_parameters(), whole)
         buffers = [pair for pair in pipeline.model.named_buffers() if not pair[1].is_meta]
         require_same(buffers, whole)
         names = gathered({name for name, _ in pipeline.named_parameters()})
-        kept = [one.numel() for one in pipeline.model.parameters() if not one.is_meta]
+        kept = [
+            parameter.numel() for parameter in pipeline.model.parameters() if not parameter.is_meta
+        ]
     block = WIDTH * WIDTH + WIDTH
     shared = WORDS * WIDTH + block  # the embedding and the mixer, on the first and the last rank
     assert sum(gathered(sum(kept))) == 8 * block + 2 * WIDTH + 2 * shared
@@ -171,23 +178,23 @@ def replicas_train_on_their_own_samples() -> None:
     losses, _ = reference(whole, batches)
     with make(pipeline_size=2, schedule="zb-h1", partition="4-5") as pipeline:
         pipeline.set_optimizer(sgd)
-        mine = parts[dist.get_rank() % 2]
-        assert [pipeline.step(batch)[0] for batch in mine] == pytest.approx(losses, rel=1e-5)
+        own_batches = parts[dist.get_rank() % 2]
+        assert [pipeline.step(batch)[0] for batch in own_batches] == pytest.approx(losses, rel=1e-5)
         require_same(pipeline.named_parameters(), whole)
 
 
 def dropout_does_not_depend_on_the_cut() -> None:
-    found = []
+    losses = []
     for options in ({}, {"schedule": "zb-v"}, {"schedule": "gpipe", "partition": "1-1-1-6"}):
-        torch.manual_seed(len(found))
+        torch.manual_seed(len(losses))
         model, before = knotty(dropout=0.3), torch.get_rng_state()
         with make(model=model, **options) as pipeline:
             pipeline.set_optimizer(sgd)
-            found.append([pipeline.step(make_batch(8))[0] for _ in range(2)])
+            losses.append([pipeline.step(make_batch(8))[0] for _ in range(2)])
         assert torch.equal(torch.get_rng_state(), before)
-        assert found[-1] == pytest.approx(found[0], rel=1e-6)
+        assert losses[-1] == pytest.approx(losses[0], rel=1e-6)
     with make() as plain:
-        assert plain.step(make_batch(8))[0] != pytest.approx(found[0][0], rel=1e-6)
+        assert plain.step(make_batch(8))[0] != pytest.approx(losses[0][0], rel=1e-6)
 
 
 class Sharp(torch.nn.Module):
@@ -214,7 +221,7 @@ def fp16_skips_steps_until_the_scale_fits() -> None:
         full = pipeline.step(batch)[0]
     with make(model=Sharp(), mixed_precision="fp16", shared_weights=()) as pipeline:
         pipeline.set_optimizer(sgd, initial_loss_scale=2.0**24, clip_norm=1.0)
-        before = [one.detach().clone() for one in pipeline.parameters()]
+        before = [parameter.detach().clone() for parameter in pipeline.parameters()]
         for step in range(16):
             loss, overflow = pipeline.step(batch)
             losses.append(loss)
@@ -222,7 +229,7 @@ def fp16_skips_steps_until_the_scale_fits() -> None:
             assert pipeline.loss_scale == 2.0 ** (24 - sum(overflows))
             if not step:
                 pairs = zip(before, pipeline.parameters(), strict=True)
-                assert all(torch.equal(one, other) for one, other in pairs)
+                assert all(torch.equal(parameter, other) for parameter, other in pairs)
     assert 0 < sum(overflows) < len(overflows)
     assert overflows == sorted(overflows, reverse=True)
     assert losses[0] == pytest.approx(full, rel=1e-2)
@@ -280,9 +287,11 @@ def microbatches_have_shapes_of_their_own() -> None:
         ) as pipeline:
             pipeline.set_optimizer(decaying)
             for step, numbers, loss in zip(steps, items, losses, strict=True):
-                mine = pipeline.share(step)
-                given = pipeline.share(numbers)
-                assert pipeline.step(mine, num_items=given)[0] == pytest.approx(loss, rel=1e-5)
+                own_batch = pipeline.share(step)
+                own_items = pipeline.share(numbers)
+                assert pipeline.step(own_batch, num_items=own_items)[0] == pytest.approx(
+                    loss, rel=1e-5
+                )
             require_same(pipeline.named_parameters(), whole)
             loss = pipeline.eval(pipeline.share(steps[0][:5]))
             assert loss == pytest.approx(evaluated, rel=1e-5)
@@ -326,7 +335,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # In turns, one replica would train both costly microbatches of the second step.
+    # Dealt in turns, one replica would train both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
@@ -342,32 +351,36 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         dictionary = make_batch(4)
         text = [make_batch(2, seed, length) for seed, length in enumerate((5, 3, 5, 3))]
         refused = require_refused
-        mine = pipeline.share(text)
+        shared = pipeline.share(text)
         other = pipeline.share(text if pipeline.replica else [*text, text[0]])
         refused(lambda: pipeline.step(other), "ranks", "dealt different batches")
         shuffled = pipeline.share(text[::-1] if pipeline.replica else text)
         refused(lambda: pipeline.step(shuffled), "ranks", "dealt different batches")
-        bad: Any = [] if rank == 3 else mine
-        words = ("batch is empty",) if rank == 3 else ("rank 3 refuses its batch: batch is empty",)
-        refused(lambda: pipeline.step(bad), *words)
-        kind: Any = dictionary if pipeline.replica else mine
+        bad: Any = [] if rank == 3 else shared
+        phrases = (
+            ("batch is empty",) if rank == 3 else ("rank 3 refuses its batch: batch is empty",)
+        )
+        refused(lambda: pipeline.step(bad), *phrases)
+        kind: Any = dictionary if pipeline.replica else shared
         refused(lambda: pipeline.step(kind), "have different kinds of batches")
-        items = [1.0] * len(mine) if pipeline.replica else None
-        refused(lambda: pipeline.step(mine, num_items=items), "disagree on num_items")
-        refused(lambda: pipeline.step(list(mine)), "was not made by share()")
+        items = [1.0] * len(shared) if pipeline.replica else None
+        refused(lambda: pipeline.step(shared, num_items=items), "disagree on num_items")
+        refused(lambda: pipeline.step(list(shared)), "was not made by share()")
         parameter = next(pipeline.parameters())
         parameter.requires_grad_(rank != 2)
-        words = ("requires_grad of",) if rank == 2 else ("rank 2 refuses its batch: requires_grad",)
-        refused(lambda: pipeline.step(mine), *words)
+        phrases = (
+            ("requires_grad of",) if rank == 2 else ("rank 2 refuses its batch: requires_grad",)
+        )
+        refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
-        if rank == 1:  # as if another model decided its order
+        if rank == 1:  # another model decides its order
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
-        refused(lambda: pipeline.step(mine), "ranks 1 and 3", "different orders")
+        refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
         refused(lambda: pipeline.share([1.0, 2.0]), "other things than microbatches")
-        refused(lambda: pipeline.eval(mine) if rank else pipeline.step(mine), "different steps")
+        refused(lambda: pipeline.eval(shared) if rank else pipeline.step(shared), "different steps")
         assert pipeline.steps == 0
-        loss, _ = pipeline.step(mine)
+        loss, _ = pipeline.step(shared)
         assert gathered(loss) == [loss] * RANKS
 
 
@@ -430,8 +443,8 @@ def steps_are_traced() -> None:
         for kind in ("reduce", "optimizer", "step"):
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
-    found = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    assert len(found) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
+    messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
+    assert len(messages) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
 
 
 def segments_and_collectives_are_traced() -> None:
@@ -537,7 +550,7 @@ def blocks_and_shared_weights_are_found() -> None:
 
 def wrong_settings_are_named_on_every_rank() -> None:
     """And the next pipeline works."""
-    for options, words in (
+    for options, phrases in (
         (
             {"schedule": "interleaved", "chunks": 3},
             ["8 cut points make 9 segments", "12 stages", "at least 11"],
@@ -550,21 +563,21 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ({"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         ({"schedule": "1f1b", "split_backward": True}, ["split_backward=True", "1f1b"]),
     ):
-        require_refused(lambda options=options: make(**options), *words)  # type: ignore[misc]
+        require_refused(lambda options=options: make(**options), *phrases)  # type: ignore[misc]
     refused = ["4 stages", "no list of repeated blocks", "CutPoint.after(module)"]
     require_refused(lambda: make(model=Single(), shared_weights=()), *refused)
     with make() as pipeline:
         other: Any = make_batch(2)["ids"]
-        for batch, words in (
+        for batch, phrases in (
             (make_batch(3), ["3 samples", "microbatches of 2"]),
             ({"ids": other}, ["the batch lacks 'label'"]),
             (other, ["a Tensor", "dictionary"]),
             ({**make_batch(2), "ids": other.int()}, ["batch['ids']", "torch.int32", "torch.int64"]),
         ):
-            require_refused(lambda batch=batch: pipeline.step(batch), *words)  # type: ignore[misc]
+            require_refused(lambda batch=batch: pipeline.step(batch), *phrases)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())
-        words = ["not of this process's stages", "pipeline.parameters()"]
-        require_refused(lambda: pipeline.set_optimizer(foreign), *words)
+        phrases = ["not of this process's stages", "pipeline.parameters()"]
+        require_refused(lambda: pipeline.set_optimizer(foreign), *phrases)
         assert not pipeline.step(make_batch(2))[1]
 
 
@@ -589,12 +602,12 @@ def without_sizes_the_planners_best_is_taken() -> None:
         ]
         assert shape == shapes[0]
         assert shape not in shapes[1:]
-        seconds = [one.seconds for one in options]
+        seconds = [entry.seconds for entry in options]
         assert seconds == sorted(seconds)
         assert "predicted for a step of 16 samples; next best" in str(plan)
         assert gathered(str(plan)) == [str(plan)] * RANKS
-    assert {one["within"] for one in plan.profile.links} == {True}
-    assert [one["ranks"] for one in plan.profile.reductions] == [2, 4]
+    assert {entry["within"] for entry in plan.profile.links} == {True}
+    assert [entry["ranks"] for entry in plan.profile.reductions] == [2, 4]
     path = Path(sys.argv[1]) / f"profile-{dist.get_rank()}.json"
     plan.profile.write(path)
     rows = load(path)["layers"]
@@ -609,14 +622,14 @@ def memory_keeps_the_model_from_one_process() -> None:
     """Memory for half of the parameters with what Adam keeps."""
     torch.manual_seed(4)
     wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
-    limit = 0.6 * 16 * sum(one.numel() for one in wide.parameters())
+    limit = 0.6 * 16 * sum(entry.numel() for entry in wide.parameters())
     options: dict[str, Any] = {"pipeline_size": "auto", "micro_batch_size": 1}
     with Pipeline(wide, sample, memory_limit_bytes=limit, **options) as small:
         plan = small.plan
         assert plan is not None
         assert small.pipeline_size > 1
         assert small.micro_batch_size == 1
-        assert max(one.needed_bytes for one in (plan.best, *plan.others)) <= limit
+        assert max(entry.needed_bytes for entry in (plan.best, *plan.others)) <= limit
         loss = small.step(small.share(sample))[0]
     assert gathered(loss) == [loss] * RANKS
 
@@ -624,12 +637,12 @@ def memory_keeps_the_model_from_one_process() -> None:
 def what_is_given_is_kept() -> None:
     with make_open(pipeline_size=2, partition="4-5", batch_size=8, schedule="1f1b") as kept:
         assert kept.plan is not None
-        found = [kept.pipeline_size, list(kept.partition), kept.plan.batch_size]
-        assert found == [2, [4, 5], 8]
+        settings = [kept.pipeline_size, list(kept.partition), kept.plan.batch_size]
+        assert settings == [2, [4, 5], 8]
 
 
 def what_cannot_be_planned_is_named_on_every_rank() -> None:
-    for options, words in (
+    for options, phrases in (
         ({"memory_limit_bytes": 2000.0}, ["fits into memory", "2e-06 GB", "more processes"]),
         ({"batch_size": 0}, ["batch_size 0", "from 1 on"]),
         (
@@ -639,16 +652,16 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
         ({"pipeline_size": 3}, ["pipeline_size 3", "4 processes"]),
         ({"schedule": "best"}, ["'best'", "1f1b"]),
     ):
-        require_refused(lambda options=options: make_open(**options), *words)  # type: ignore[misc]
+        require_refused(lambda options=options: make_open(**options), *phrases)  # type: ignore[misc]
     require_refused(lambda: Pipeline(knotty(), {}), "no entries")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Two groups with options of their own."""
-    flat = [one for one in parameters if one.dim() < 2]
-    wide = [one for one in parameters if one.dim() >= 2]
+    flat = [entry for entry in parameters if entry.dim() < 2]
+    wide = [entry for entry in parameters if entry.dim() >= 2]
     groups = [{"params": wide}, {"params": flat, "weight_decay": 0.0, "lr": 0.02}]
-    return torch.optim.AdamW([one for one in groups if one["params"]], lr=0.01)
+    return torch.optim.AdamW([entry for entry in groups if entry["params"]], lr=0.01)
 
 
 def training_goes_on_in_any_other_shape() -> None:
@@ -680,7 +693,7 @@ def training_goes_on_in_any_other_shape() -> None:
         assert train(pipeline, batches[3:4]) == pytest.approx(expected[:1], rel=1e-5)
         pipeline.save(folder, keep=2)
     # Steps 3, 4 and 5 were saved; two stay, and nothing half-written does.
-    kept = sorted(one.name for one in folder.iterdir() if one.name != ".lease")
+    kept = sorted(path.name for path in folder.iterdir() if path.name != ".lease")
     assert kept == ["step_00000004", "step_00000005"]
 
 
@@ -700,7 +713,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         newest = folder / "step_00000005"
         (whole,) = newest.glob("__0_*.distcp")
         size = whole.stat().st_size
-        for content, words in (
+        for content, phrases in (
             (b"", ["step_00000005", "has 0 bytes and was written with"]),
             (b"x" * size, ["step_00000005", "__0_0.distcp is damaged (block 0", "rank 0"]),
         ):
@@ -708,7 +721,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
             if dist.get_rank() == 0:
                 whole.write_bytes(content)
             dist.barrier()
-            require_refused(lambda: load(folder, optimizer=False, step=5), *words)
+            require_refused(lambda: load(folder, optimizer=False, step=5), *phrases)
         load(folder, optimizer=False)  # the newest that is whole
     with make(model=knotty(blocks=9)) as larger:
         require_refused(
@@ -736,20 +749,20 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
 
     alike = {"partition": "2-2-2-3"}  # the stages of one are those of the next
     go_on(5, **alike)
-    (own,) = disk.glob(f"shared-*/node-{rank}")
-    assert sorted(one.name for one in own.iterdir()) == ["iter_0000004", "iter_0000005"]
-    assert [one.name for one in own.glob("iter_0000005/*.distcp")] == [f"__{rank}_0.distcp"]
-    assert sorted(one.name for one in shared.iterdir() if one.name != ".lease") == [
+    (local,) = disk.glob(f"shared-*/node-{rank}")
+    assert sorted(path.name for path in local.iterdir()) == ["iter_0000004", "iter_0000005"]
+    assert [path.name for path in local.glob("iter_0000005/*.distcp")] == [f"__{rank}_0.distcp"]
+    assert sorted(path.name for path in shared.iterdir() if path.name != ".lease") == [
         "step_00000004",
         "step_00000005",
     ]
     dist.barrier()
-    if rank == 3:  # what only it needs, of the right size: it would notice reading it there
+    if rank == 3:  # rank 3 alone needs this file; others would notice its content
         (last,) = shared.glob("step_00000005/__3_0.distcp")
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
     go_on(6, **alike)  # each has its own part
-    go_on(7, pipeline_size=2, partition="2-7")  # and needs others' here
+    go_on(7, pipeline_size=2, partition="2-7")  # this shape needs files of other ranks
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:
         pipeline.set_optimizer(adamw)
@@ -768,8 +781,8 @@ def main() -> None:
             done.append(name)
         except Exception:
             error = f"{name}: {traceback.format_exc()}"
-        found = json.dumps({"done": done, "error": error})
-        (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(found)
+        report = json.dumps({"done": done, "error": error})
+        (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(report)
         if error:
             os._exit(1)  # others wait for what does not come
     dist.destroy_process_group()

@@ -56,11 +56,11 @@ def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(high - low for low, high in itertools.pairwise(edges))
 
 
-def step_of(given: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
+def step_of(present: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
     """Simulated steps under a schedule."""
-    place = given.placement
-    candidate = make_candidate(name, place.num_ranks, place.num_chunks, microbatches)
-    return simulated_step(given, candidate, microbatches)
+    placement = present.placement
+    candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, microbatches)
+    return simulated_step(present, candidate, microbatches)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -69,46 +69,46 @@ def test_no_partition_has_a_quicker_pace(seed: int) -> None:
     chunks = drawn.choice((1, 2))
     placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
     every = list(partitions(drawn.randint(0, 9), placement.num_stages))
-    given = loads(
+    present = loads(
         placement,
         drawn.choice(every),
         tuple(drawn.choice((1.0, 1.3, 2.0, 0.7)) for _ in range(3)),
         {0: drawn.random(), placement.num_stages - 1: 3 * drawn.random()},
         tuple(drawn.choice((4.0, 6.0, math.inf)) for _ in range(3)),
     )
-    paces = [max(given.paces(one)) for one in every if given.fits(one)]
-    found = balanced(given)
-    assert given.fits(found) == bool(paces)
+    paces = [max(present.paces(partition)) for partition in every if present.fits(partition)]
+    chosen = balanced(present)
+    assert present.fits(chosen) == bool(paces)
     if paces:
-        assert max(given.paces(found)) == pytest.approx(min(paces), rel=1e-6)
+        assert max(present.paces(chosen)) == pytest.approx(min(paces), rel=1e-6)
 
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_slow_rank_regains_what_the_best_of_all_partitions_would(slow: int) -> None:
     speeds = tuple(1.5 if rank == slow else 1.0 for rank in range(4))
-    given = loads(LOOP4, (3, 3, 3, 3), speeds)
-    step_s = step_of(given)
-    found = propose(given, step_s, 0.03)
-    assert found is not None
+    present = loads(LOOP4, (3, 3, 3, 3), speeds)
+    step_s = step_of(present)
+    proposal = propose(present, step_s, 0.03)
+    assert proposal is not None
     ideal = min(map(step_s, partitions(12, 4)))
-    assert found.partition[slow] == 2
-    assert found.present_s - found.step_s >= 0.8 * (found.present_s - ideal)
+    assert proposal.partition[slow] == 2
+    assert proposal.present_s - proposal.step_s >= 0.8 * (proposal.present_s - ideal)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "adaptive"])
 def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> None:
     kind = "loop" if name == "interleaved" else "v"
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)
-    given = loads(placement, (3, 3, 3, 3), (1.0, 2.0))
-    found = propose(given, step_of(given, name), 0.05)
-    assert found is not None
+    present = loads(placement, (3, 3, 3, 3), (1.0, 2.0))
+    proposal = propose(present, step_of(present, name), 0.05)
+    assert proposal is not None
     ranks = [placement.locate(stage)[0] for stage in range(4)]
-    assert sum(n for n, rank in zip(found.partition, ranks, strict=True) if rank == 0) == 8
+    assert sum(n for n, rank in zip(proposal.partition, ranks, strict=True) if rank == 0) == 8
 
 
 def test_nothing_moves_for_less_than_the_least_gain() -> None:
-    given = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
-    assert propose(given, step_of(given), 0.05) is None
+    present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
+    assert propose(present, step_of(present), 0.05) is None
     # Without a better pace nothing is simulated.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
@@ -116,22 +116,22 @@ def test_nothing_moves_for_less_than_the_least_gain() -> None:
 
 
 def test_memory_is_kept_to() -> None:
-    given = loads(LOOP4, (4, 4, 4, 4), (1.0, 2.0, 1.0, 1.0), most=(4, 4, 6, 4))
-    found = propose(given, step_of(given), 0.05)
-    assert found is not None
-    assert given.fits(found.partition)
-    assert found.partition[2] > 4
+    present = loads(LOOP4, (4, 4, 4, 4), (1.0, 2.0, 1.0, 1.0), most=(4, 4, 6, 4))
+    proposal = propose(present, step_of(present), 0.05)
+    assert proposal is not None
+    assert present.fits(proposal.partition)
+    assert proposal.partition[2] > 4
     full = loads(LOOP4, (4, 4, 4, 4), (1.0, 2.0, 1.0, 1.0), most=(4, 4, 4, 4))
     assert propose(full, step_of(full), 0.05) is None
 
 
 def test_of_equals_the_one_with_least_travel_is_taken() -> None:
     # All ranks but the slow one have room for one more: its neighbour takes it.
-    given = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
-    found = propose(given, lambda partition: max(given.paces(partition)), 0.05)
-    assert found is not None
-    assert found.partition == (2, 2, 3, 1)
-    assert travelling(given.partition, found.partition, LOOP4) == 1
+    present = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
+    proposal = propose(present, lambda partition: max(present.paces(partition)), 0.05)
+    assert proposal is not None
+    assert proposal.partition == (2, 2, 3, 1)
+    assert travelling(present.partition, proposal.partition, LOOP4) == 1
     turn = Placement(num_ranks=2, num_chunks=2, kind="v")
     assert travelling((2, 2, 2, 2), (2, 3, 1, 2), turn) == 0
 
@@ -147,7 +147,7 @@ def unlike(seed: int, chunks: int) -> Loads:
     return Loads(
         placement=placement,
         partition=tuple(even),
-        layer_s=tuple(tuple((speed * one,) * 3 for one in costs) for speed in speeds),
+        layer_s=tuple(tuple((speed * cost,) * 3 for cost in costs) for speed in speeds),
         beside_s=(*((drawn.random(),) * 3 for _ in range(placement.num_stages - 1)), (2.0,) * 3),
         most_layers=tuple(drawn.choice((7.0, math.inf)) for _ in range(3)),
         kinds=tuple(drawn.choice((0, 1, 1, 2)) for _ in range(layers)),
@@ -158,24 +158,26 @@ def unlike(seed: int, chunks: int) -> Loads:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
-    given = unlike(seed, chunks)
-    stages = given.placement.num_stages
-    fitting = [one for one in partitions(len(given.kinds), stages) if given.fits(one)]
-    best = min(max(given.paces(one)) for one in fitting)
+    present = unlike(seed, chunks)
+    stages = present.placement.num_stages
+    fitting = [
+        division for division in partitions(len(present.kinds), stages) if present.fits(division)
+    ]
+    best = min(max(present.paces(division)) for division in fitting)
 
     def pace(partition: tuple[int, ...]) -> float:
-        assert given.fits(partition) or partition == given.partition
-        return max(given.paces(partition))
+        assert present.fits(partition) or partition == present.partition
+        return max(present.paces(partition))
 
-    found = propose(given, pace, 1e-3)
-    taken = given.partition if found is None else found.partition
+    proposal = propose(present, pace, 1e-3)
+    taken = present.partition if proposal is None else proposal.partition
     # Exactly for one stage per rank, but for steps that count as alike.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
 def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
     """Two dense layers of a quarter of the time: the first stage takes two layers more."""
-    given = Loads(
+    present = Loads(
         placement=Placement(num_ranks=2, num_chunks=1),
         partition=(5, 5),
         layer_s=(((1e-3,) * 3, (4e-3,) * 3),) * 2,
@@ -183,10 +185,10 @@ def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
         most_layers=(math.inf, math.inf),
         kinds=(0, 0) + (1,) * 8,
     )
-    found = propose(given, step_of(given), 0.05)
-    assert found is not None
-    assert found.partition == (6, 4)
-    assert given.stage_times((6, 4)).forward_s == pytest.approx((18e-3, 16e-3))
+    proposal = propose(present, step_of(present), 0.05)
+    assert proposal is not None
+    assert proposal.partition == (6, 4)
+    assert present.stage_times((6, 4)).forward_s == pytest.approx((18e-3, 16e-3))
 
 
 V2 = Placement(num_ranks=2, num_chunks=2, kind="v")
@@ -194,15 +196,15 @@ V4 = Placement(num_ranks=4, num_chunks=2, kind="v")
 
 
 def together(
-    given: Loads,
+    present: Loads,
     gain: float | None = None,
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
     """The choice for stages that lie in a V or may lie in a loop, with room for so many."""
     return choose_together(
-        given,
-        StageProfile(times=given.stage_times(given.partition)),
+        present,
+        StageProfile(times=present.stage_times(present.partition)),
         {"v": lambda partition: most[0], "loop": lambda partition: most[1]},
         num_microbatches=8,
         splittable=True,
@@ -211,55 +213,57 @@ def together(
     )
 
 
-def seconds(given: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None) -> float:
+def seconds(
+    present: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None
+) -> float:
     """A step of what was found."""
     assert candidate is not None
-    times = given.placed(candidate.placement.kind).stage_times(partition or given.partition)
+    times = present.placed(candidate.placement.kind).stage_times(partition or present.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
 def test_order_placement_and_layers_are_chosen_together() -> None:
     """A heavy last stage: no worse than layers for the order at hand, and than others drawn."""
-    given = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
-    found = together(given, gain=0.03)
-    assert found.partition is not None
-    assert sum(found.partition) == 16
-    best = seconds(given, found.move, found.partition)
-    assert best < 0.97 * seconds(given, found.stay, None)
-    assert "in a v of 2-2-2-2-2-2-2-2 layers at best" in found.text
-    in_turn = propose(given, step_of(given, "zb-v"), 0.03)
+    present = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
+    decision = together(present, gain=0.03)
+    assert decision.partition is not None
+    assert sum(decision.partition) == 16
+    best = seconds(present, decision.move, decision.partition)
+    assert best < 0.97 * seconds(present, decision.stay, None)
+    assert "in a v of 2-2-2-2-2-2-2-2 layers at best" in decision.text
+    in_turn = propose(present, step_of(present, "zb-v"), 0.03)
     assert in_turn is not None
     assert best <= in_turn.step_s
     drawn = random.Random(1)
     for _ in range(40):
         cuts = sorted(drawn.choices(range(17), k=7))
         other = tuple(high - low for low, high in itertools.pairwise((0, *cuts, 16)))
-        assert step_of(given, "zb-v")(other) >= best
+        assert step_of(present, "zb-v")(other) >= best
 
 
 def test_layers_stay_where_others_gain_too_little_or_only_at_times() -> None:
     quiet, slow = (loads(V4, (2,) * 8, (1.0, factor, 1.0, 1.0)) for factor in (1.0, 1.5))
-    for found in (
+    for decision in (
         together(quiet, gain=0.03),
         together(slow),
         together(slow, gain=0.5),
         together(slow, gain=0.03, halves=(slow, quiet)),
     ):
-        assert found.stay is not None
-        assert (found.move, found.partition) == (None, None)
+        assert decision.stay is not None
+        assert (decision.move, decision.partition) == (None, None)
     assert together(slow, gain=0.03, halves=(slow, slow)).partition is not None
 
 
 def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
-    given = loads(V2, (4, 0, 0, 4), (1.0, 1.0))
-    found = together(given)
-    assert found.partition is None
-    assert found.move is not None
-    assert found.stay is not None
-    assert (found.move.placement.kind, found.stay.placement.kind) == ("loop", "v")
-    assert seconds(given, found.move, None) < 0.7 * seconds(given, found.stay, None)
-    assert "(loop, 2 chunks" in found.text
-    assert "in a v at best" in found.text
+    present = loads(V2, (4, 0, 0, 4), (1.0, 1.0))
+    decision = together(present)
+    assert decision.partition is None
+    assert decision.move is not None
+    assert decision.stay is not None
+    assert (decision.move.placement.kind, decision.stay.placement.kind) == ("loop", "v")
+    assert seconds(present, decision.move, None) < 0.7 * seconds(present, decision.stay, None)
+    assert "(loop, 2 chunks" in decision.text
+    assert "in a v at best" in decision.text
 
 
 def test_a_v_with_a_slow_rank_stays() -> None:
@@ -278,7 +282,7 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 
 def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
-    given = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # the last stage is on rank 0
-    lying = given.placed("loop")
-    assert sum(lying.beside_s[7]) == pytest.approx(sum(given.beside_s[7]) / 2)
-    assert lying.placed("v").beside_s == given.beside_s
+    present = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # the last stage is on rank 0
+    lying = present.placed("loop")
+    assert sum(lying.beside_s[7]) == pytest.approx(sum(present.beside_s[7]) / 2)
+    assert lying.placed("v").beside_s == present.beside_s

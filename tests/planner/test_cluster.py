@@ -56,9 +56,9 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
 
 def test_the_file_of_the_documentation_is_one(tmp_path: Path) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
-    found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    cluster = read_cluster(write(tmp_path, found[1]))
+    example = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    cluster = read_cluster(write(tmp_path, example[1]))
     assert cluster.num_gpus == 32
     assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).bytes_per_s == 25e9 / 8
     assert cluster.types[0].memory_bytes == 39.6 * 2**30
@@ -83,7 +83,7 @@ bandwidth = "100 Gbit/s"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("300 GB/s", "0 GB/s", r"nodes\[0\].link.bandwidth is '0 GB/s': it must be above 0"),
         ("300 GB/s", "300", r"nodes\[0\].link.bandwidth is 300: it must be text"),
@@ -102,10 +102,10 @@ bandwidth = "100 Gbit/s"
         ),
     ],
 )
-def test_a_bad_file_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
     assert old in YAML
     path = write(tmp_path, YAML.replace(old, new))
-    with pytest.raises(ConfigError, match=words) as info:
+    with pytest.raises(ConfigError, match=message) as info:
         read_cluster(path)
     assert str(path) in str(info.value)
     assert "\n" not in str(info.value)
@@ -179,7 +179,7 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     document = {"format": 1, "nodes": [node], "network": {"bandwidth": "5 GB/s"}}
     (kind,) = make_cluster(document, "cluster", {}).types
     sizes = {gpus: kind.island(gpus) for gpus in (2, 3, 4, 8, 16, 24, 32, 64)}
-    assert {gpus: one and one[0] for gpus, one in sizes.items()} == {
+    assert {gpus: island and island[0] for gpus, island in sizes.items()} == {
         2: 4,
         3: None,
         4: 4,
@@ -191,7 +191,7 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     }
     assert kind.islands[0][1].shared is False
     assert kind.islands[1][1].shared is True
-    # Where all nodes stand in one island, its link is that of any two.
+    # If all nodes are in one island, any two of them have its link.
     small = make_cluster({**document, "nodes": [{**node, "count": 4}]}, "cluster", {})
     assert small.link_of_types(small.nodes[0], small.nodes[3]).bytes_per_s == 25e9
 
@@ -314,7 +314,7 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
     (node,) = document["nodes"]
     assert node["hosts"] == ["rack01n1", "rack01n2", "rack02n1", "rack02n2"]
     assert (node["gpu"], node["gpus_per_node"], node["count"]) == ("h100-80", 8, 4)
-    assert any("h100 is h100-80" in one for one in assumed)
+    assert any("h100 is h100-80" in line for line in assumed)
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,15 @@ from tests.support.small_clusters import Problem, random_problem
 def problem() -> Problem:
     """One with three GPUs on nodes of their own at least."""
     for seed in range(100):
-        found = random_problem(seed)
-        if len(found.cluster.nodes) >= 3 and all(one.gpus == 1 for one in found.cluster.types):
-            return found
+        drawn = random_problem(seed)
+        if len(drawn.cluster.nodes) >= 3 and all(kind.gpus == 1 for kind in drawn.cluster.types):
+            return drawn
     raise AssertionError
 
 
-def plan_of(given: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
+def plan_of(inputs: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
     """Stages of so many GPUs, each a node, as the search has them."""
-    nodes = iter(range(len(given.cluster.nodes)))
+    nodes = iter(range(len(inputs.cluster.nodes)))
     wave = Widths(sizes).round_size
     places = tuple(
         StagePlace(
@@ -45,7 +45,7 @@ def plan_of(given: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
         )
         for size in sizes
     )
-    layers = given.model.num_layers
+    layers = inputs.model.num_layers
     return Plan(
         tp=1, dp=sizes[0], pp=len(sizes), micro_batch=wave // sizes[0], global_batch=waves * wave,
         partition=(layers - len(sizes) + 1, *(1,) * (len(sizes) - 1)), places=places,
@@ -56,47 +56,48 @@ def test_the_run_has_microbatches_of_one_size() -> None:
     searched = plan_of(problem(), (2, 1))
     assert dealt_widths(searched) is None
     run = as_run(searched)
-    assert [place.micro_batch for place in run.places] == [1, 1]
+    assert [stage.micro_batch for stage in run.places] == [1, 1]
     assert dealt_widths(run) == Widths((2, 1))
     assert as_run(run) == run
     assert held_of(run, Widths((2, 1))) == (2.0, 1.0)
-    # What the trainer cannot run stays as it is, and so do equal stages.
+    # Plans that the trainer cannot run stay the same, and so do equal stages.
     for other in (replace(searched, distributed_optimizer=True), plan_of(problem(), (1, 1))):
         assert as_run(other) == other
 
 
 def test_a_prediction_adds_up_and_knows_its_schedules() -> None:
-    given = problem()
-    run = as_run(plan_of(given, (2, 1)))
+    inputs = problem()
+    run = as_run(plan_of(inputs, (2, 1)))
     for schedule in ("1f1b", "adaptive", "gpipe"):
-        seen = predict(replace(run, schedule=schedule), given)
+        seen = predict(replace(run, schedule=schedule), inputs)
         assert sum(seen.parts.values()) == pytest.approx(seen.seconds)
         assert all(0 <= stage.bubble < 1 for stage in seen.stages)
     with pytest.raises(ScheduleError, match="zb-h1 for stages of widths 2-1"):
-        predict(replace(run, schedule="zb-h1"), given)
-    row = scheduled(plan_of(given, (2, 1)), given, ("zb-h1", "1f1b"))
+        predict(replace(run, schedule="zb-h1"), inputs)
+    row = scheduled(plan_of(inputs, (2, 1)), inputs, ("zb-h1", "1f1b"))
     assert row.plan == run
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "adaptive"])
 def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
-    given = problem()
+    inputs = problem()
     roomy = [
-        replace(one, type=replace(one.type, memory_bytes=1 << 40)) for one in given.cluster.groups
+        replace(group, type=replace(group.type, memory_bytes=1 << 40))
+        for group in inputs.cluster.groups
     ]
-    given = replace(given, cluster=replace(given.cluster, groups=tuple(roomy)))
-    uneven = replace(as_run(plan_of(given, (1, 1))), schedule=schedule)
-    before = predict(uneven, given).seconds
-    plan, seconds = handed_over(uneven, before, given, 30)
-    layers = given.model.num_layers
+    inputs = replace(inputs, cluster=replace(inputs.cluster, groups=tuple(roomy)))
+    uneven = replace(as_run(plan_of(inputs, (1, 1))), schedule=schedule)
+    before = predict(uneven, inputs).seconds
+    plan, seconds = handed_over(uneven, before, inputs, 30)
+    layers = inputs.model.num_layers
     every = [replace(plan, partition=(layers - n, n)) for n in range(1, layers)]
-    assert seconds == min(predict(one, given).seconds for one in every) < before
-    assert seconds == predict(plan, given).seconds
+    assert seconds == min(predict(candidate, inputs).seconds for candidate in every) < before
+    assert seconds == predict(plan, inputs).seconds
 
 
 def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None:
     inputs = problem()
-    # With few microbatches and stages of about equal size, ranks wait.
+    # Ranks wait if there are few microbatches and stages of about equal size.
     plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2))
     stages = StageSums.of(plan, inputs, OURS)
     whole, forward = stages.durations_s[1:].sum(axis=0), stages.durations_s[0]
@@ -106,26 +107,26 @@ def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None
         [simulated(replace(plan, schedule=name), times).makespan_s for name in ("adaptive", "dfc")]
         for times in (stages, joined)
     )
-    # By default, weight gradients are separate actions under adaptive, but not under dfc.
+    # Weight gradients are separate actions under adaptive by default, but not under dfc.
     assert split[0] < 0.95 * unsplit[0]
     assert split[1] == pytest.approx(unsplit[1])
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:
-    given = problem()
-    run = as_run(plan_of(given, (2, 1), waves=40))
-    wide = predict(run, given)
+    inputs = problem()
+    run = as_run(plan_of(inputs, (2, 1), waves=40))
+    wide = predict(run, inputs)
     stage = wide.stages[0]
     busy = (1 - stage.bubble) * 40 * (stage.forward_s + stage.backward_s)
     assert busy <= wide.seconds
-    assert run.num_microbatches == 40  # of each replica of the first stage, of 80 in a step
+    assert run.num_microbatches == 40  # each replica of the first stage takes 40 of the step's 80
 
 
 def test_the_trainer_and_the_launcher_take_the_plan() -> None:
-    given = problem()
-    run = as_run(plan_of(given, (2, 1)))
-    seen = predict(run, given)
-    document = plan_document(run, given, seen)
+    inputs = problem()
+    run = as_run(plan_of(inputs, (2, 1)))
+    seen = predict(run, inputs)
+    document = plan_document(run, inputs, seen)
     assert world_size_of(document) == 3
     flags = plan_flags(document, "plan.json")
     assert flags[flags.index("--stage-data-parallel-sizes") + 1] == "2-1"
@@ -136,16 +137,16 @@ def test_the_trainer_and_the_launcher_take_the_plan() -> None:
 
 
 def test_proposed_plans_are_in_the_order_in_which_they_run() -> None:
-    given = problem()
+    inputs = problem()
     options = replace(
-        given.options, unequal=True, tp=(1,), distributed_optimizer=(False,), top=8
+        inputs.options, unequal=True, tp=(1,), distributed_optimizer=(False,), top=8
     )  # fmt: skip
-    request = Request(global_batch=given.global_batch, options=options)
-    rows = propose(given, request).rows
+    request = Request(global_batch=inputs.global_batch, options=options)
+    rows = propose(inputs, request).rows
     seconds = [row.prediction.seconds for row in rows]
     assert seconds == sorted(seconds)
     for row in rows:
         if not row.plan.uniform:
             assert dealt_widths(row.plan) is not None
-            again = predict(row.plan, given)
+            again = predict(row.plan, inputs)
             assert again.seconds == pytest.approx(row.prediction.seconds)

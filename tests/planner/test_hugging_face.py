@@ -125,21 +125,21 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
     model = read(config, tmp_path)
     assert model.parameters == pytest.approx(parameters, rel=1e-3)
     assert model.num_counted == config["num_hidden_layers"]
-    # What the trainer would build otherwise has no arguments for it.
+    # Models that the trainer would build in another way have no arguments for it.
     differs = config["model_type"] == "phi"
     assert bool(model.arguments) != differs
 
 
 def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> None:
-    one = read(V3, tmp_path)
+    plain = read(V3, tmp_path)
     more = read({**V3, "num_nextn_predict_layers": 1}, tmp_path)
     # An expert layer, the product that joins two states, and norms: 11.6 B; embedding and head of
     # the model are used again.
-    layer = one.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
-    assert more.parameters - one.parameters == pytest.approx(layer)
-    assert more.layers == one.layers
+    layer = plain.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
+    assert more.parameters - plain.parameters == pytest.approx(layer)
+    assert more.layers == plain.layers
     assert more.layers.count("transformer") == 3
-    assert more.kinds["head"].forward_flops > 2 * one.kinds["head"].forward_flops
+    assert more.kinds["head"].forward_flops > 2 * plain.kinds["head"].forward_flops
     # Spread over ranks, of that layer too.
     assert more.kinds["head/256"].parameters < more.kinds["head"].parameters / 4
 
@@ -175,8 +175,8 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     assert skewed.kinds["experts"] == layer
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)
-    words = [*even.arguments, "--moe-expert-capacity-factor", "1.25"]
-    capped = arguments_model(words, "m", attention="fused", imbalance=1.5).kinds["experts/8"]
+    arguments = [*even.arguments, "--moe-expert-capacity-factor", "1.25"]
+    capped = arguments_model(arguments, "m", attention="fused", imbalance=1.5).kinds["experts/8"]
     assert capped.forward_flops - layer.forward_flops == pytest.approx(0.25 * products)
 
 
@@ -210,25 +210,26 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     assert row.plan.sequence_parallel
     slow = _inputs(inputs.model, 5e9)
     seen = {ranks: predict(replace(row.plan, expert_ranks=ranks), inputs) for ranks in (1, 2, 8)}
-    assert row.prediction.seconds == min(one.seconds for one in seen.values())
+    assert row.prediction.seconds == min(prediction.seconds for prediction in seen.values())
     held = [seen[ranks].stages[0].memory.parameter_bytes for ranks in (2, 8)]
     assert held[1] < held[0] / 2
     # Two ranks are on one node, where the network does not matter; eight are on two.
     longer = {
-        ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"] - one.parts["tp"]
-        for ranks, one in seen.items()
+        ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"]
+        - prediction.parts["tp"]
+        for ranks, prediction in seen.items()
     }
     assert longer[1] == longer[2] == 0 < longer[8]
     # The search and a prediction count the same.
-    for ranks, one in seen.items():
+    for ranks, prediction in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks
         assert result.result.plans[0].seconds == pytest.approx(result.rows[0].prediction.seconds)
-        assert result.rows[0].prediction.seconds <= one.seconds * (1 + 1e-9)
+        assert result.rows[0].prediction.seconds <= prediction.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"model_type": "mamba2"}, "model_type 'mamba2' is not known; .* give its sizes"),
         ({"hidden_size": None}, "config.json: hidden_size or n_embd is missing"),
@@ -237,8 +238,8 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
         ({"num_experts_per_tok": 9}, "9 is above --num-experts 8"),
     ],
 )
-def test_what_is_not_known_is_named(change: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words) as info:
+def test_what_is_not_known_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as info:
         read({**MIXTRAL, **change}, tmp_path)
     assert "\n" not in str(info.value)
 

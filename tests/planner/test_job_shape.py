@@ -23,7 +23,7 @@ FAST = LinkSpeed(bytes_per_s=1e10, latency_s=1e-6)
 
 def partitions(count: int, stages: int) -> list[tuple[int, ...]]:
     every = itertools.product(range(1, count + 1), repeat=stages)
-    return [one for one in every if sum(one) == count]
+    return [sizes for sizes in every if sum(sizes) == count]
 
 
 def test_the_largest_stage_is_the_least_possible_and_squares_break_ties() -> None:
@@ -42,15 +42,15 @@ def test_the_largest_stage_is_the_least_possible_and_squares_break_ties() -> Non
         def value(partition: Any, costs: Any = costs) -> tuple[float, float]:
             ends = list(itertools.accumulate(partition))
             parts = [c[e - p, e] for c, p, e in zip(costs, partition, ends, strict=True)]
-            return max(parts), sum(one * one for one in parts)
+            return max(parts), sum(part * part for part in parts)
 
-        best = min(value(one) for one in partitions(count, len(costs)))
-        found = least_largest(costs)
+        best = min(value(partition) for partition in partitions(count, len(costs)))
+        chosen = least_largest(costs)
         if best[0] == np.inf:
-            assert found is None
+            assert chosen is None
         else:
-            assert found is not None
-            assert value(found) == pytest.approx(best)
+            assert chosen is not None
+            assert value(chosen) == pytest.approx(best)
 
 
 def job(
@@ -74,8 +74,8 @@ def job(
     ]  # fmt: skip
     model = Model(
         name="pieces",
-        kinds={one.name: one for one in kinds},
-        layers=tuple(one.name for one in kinds),
+        kinds={kind.name: kind for kind in kinds},
+        layers=tuple(kind.name for kind in kinds),
         precision=Precision.named("fp32"),
     )
     names = [f"type{number}" for number in range(len(gpus))]
@@ -117,9 +117,9 @@ def seconds_of(running: Running, size: int, micro_batch: int, partition: tuple[i
 @pytest.mark.parametrize("batch", [4, 12, 16])
 def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
     running = job(batch=batch)
-    found = choose_option(running, most=4)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    best = found[0]
+    options = choose_option(running, most=4)
+    assert [option.seconds for option in options] == sorted(option.seconds for option in options)
+    best = options[0]
     assert best.seconds == pytest.approx(
         seconds_of(running, best.pipeline_size, best.micro_batch_size, best.partition)
     )
@@ -136,15 +136,15 @@ def test_memory_is_a_limit() -> None:
     # Six pieces of 1.6 GB with Adam.
     assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
     limit = whole.needed_bytes * 0.6
-    found = choose_option(job(parameters=1e8, memory=limit), most=4)
-    assert all(one.pipeline_size > 1 and one.needed_bytes <= limit for one in found)
+    options = choose_option(job(parameters=1e8, memory=limit), most=4)
+    assert all(option.pipeline_size > 1 and option.needed_bytes <= limit for option in options)
     less = choose_option(job(parameters=1e8, memory=3.3e9), most=4)
-    assert {one.pipeline_size for one in less} == {4}
+    assert {option.pipeline_size for option in less} == {4}
     assert max(less[0].partition) == 2
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # With 8 microbatches of 1, the first rank of 1F1B holds two, the second one.
+    # The first rank of 1F1B holds two of 8 microbatches, the second rank holds one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
     assert best.fits
@@ -173,14 +173,14 @@ def test_slow_nodes_get_less() -> None:
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "adaptive"])
 def test_every_schedule_has_a_shape(schedule: str) -> None:
     running = job(schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
-    found = choose_option(running, pipeline_sizes=(2,), most=4)
-    assert len(found[0].partition) == running.placement(2).num_stages
-    assert found[0].fits
-    assert str(found[0]).startswith("2 pipelines of 2 processes, microbatches of")
+    options = choose_option(running, pipeline_sizes=(2,), most=4)
+    assert len(options[0].partition) == running.placement(2).num_stages
+    assert options[0].fits
+    assert str(options[0]).startswith("2 pipelines of 2 processes, microbatches of")
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted", "words"),
+    ("options", "required", "phrases"),
     [
         ({"batch": 2}, {"pipeline_sizes": (1,)}, ["2 samples", "4 processes", "pipeline_size"]),
         ({"pieces": 3}, {"pipeline_sizes": (4,)}, ["3 segments", "mark more cut points"]),
@@ -188,10 +188,10 @@ def test_every_schedule_has_a_shape(schedule: str) -> None:
     ],
 )
 def test_what_is_impossible_is_named(
-    options: dict[str, Any], wanted: dict[str, Any], words: list[str]
+    options: dict[str, Any], required: dict[str, Any], phrases: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as told:
-        choose_option(job(**options), most=4, **wanted)
-    for word in words:
-        assert word in str(told.value)
-    assert "\n" not in str(told.value)
+    with pytest.raises(ConfigError) as refusal:
+        choose_option(job(**options), most=4, **required)
+    for word in phrases:
+        assert word in str(refusal.value)
+    assert "\n" not in str(refusal.value)

@@ -46,7 +46,7 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # Where less is kept, a backward has the whole of one layer at a time.
+        # If less is kept, a backward has all activations of one layer at a time.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
         # Head and embedding are never computed again.
@@ -106,10 +106,10 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
     model = preset("gpt2")
     inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
 
-    def sent(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> Any:
+    def sent(sender: list[tuple[int, int]], receiver: list[tuple[int, int]]) -> Any:
         ends = [
             StagePlace(replicas=tuple(Replica(node=n, gpu=g, tp=1) for n, g in each), micro_batch=1)
-            for each in (one, other)
+            for each in (sender, receiver)
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
@@ -129,32 +129,39 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
 def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> None:
     model = preset("gpt3-6.7b", "bf16", attention="fused")
     small = replace(model, precision=model.precision.with_fp8())
-    whole, half = (make_estimator(one)("transformer", "h100", 1, 4) for one in (model, small))
+    whole, half = (
+        make_estimator(described)("transformer", "h100", 1, 4) for described in (model, small)
+    )
     saved = whole.backward_weight_s - half.backward_weight_s
     kind = model.kinds["transformer"]
     linear_s = 4 * (kind.forward_flops - kind.attention_flops) / (989.5e12 * MATRIX_SHARE)
     assert saved == pytest.approx(linear_s / 2)
-    heads = [make_estimator(one)("head", "h100", 1, 4).forward_s for one in (model, small)]
+    heads = [
+        make_estimator(described)("head", "h100", 1, 4).forward_s for described in (model, small)
+    ]
     assert heads[0] == heads[1]
     sizes = {"kept_bytes": 0.0, "held": 1.0, "workspace_bytes": 0.0, "dp": 1, "limit_bytes": 1.0}
-    held = [stage_memory(one, parameters=1e9, **sizes).parameter_bytes for one in (model, small)]
+    held = [
+        stage_memory(described, parameters=1e9, **sizes).parameter_bytes
+        for described in (model, small)
+    ]
     assert held == [2e9, 4e9]
 
 
 def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() -> None:
-    words = f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split()
+    arguments = f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split()
     node = NodeType(
         name="n", gpu="h100-80", gpus=8, memory_bytes=80e9, intra=LinkSpeed(bytes_per_s=1e10)
     )
     cluster = Cluster(groups=(NodePool(type=node, count=1),), network=LinkSpeed(bytes_per_s=5e10))
     tables = {}
     for attention in ("fused", "kernel"):
-        model = arguments_model(words, "long", "bf16", attention=attention)
+        model = arguments_model(arguments, "long", "bf16", attention=attention)
         inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
         shared = StageSettings(context_ranks=4)
         tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
     ring, gathered = (tables[name] for name in ("fused", "kernel"))
-    # Of four parts, three come from others: they are waited for, and kept.
+    # Three of four parts come from other ranks: the rank waits for them and keeps them.
     part = model.kinds["transformer"].context_bytes / 4
     kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
     assert kept == pytest.approx(3 * part)

@@ -72,7 +72,8 @@ def test_fused_attention_counts_for_every_form_of_a_model(tmp_path: Path) -> Non
     (tmp_path / "words").write_text(SMALL)
     for text in (SMALL, str(tmp_path / "words"), "gpt2"):
         layers = [
-            read_model(text, attention=one).kinds["transformer"] for one in ("fused", "unfused")
+            read_model(text, attention=kernel).kinds["transformer"]
+            for kernel in ("fused", "unfused")
         ]
         assert layers[0].attention_bytes == 0 < layers[1].attention_bytes
 
@@ -87,11 +88,11 @@ SEVEN_B = (
 def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
     """With dropout, scores of 8 microbatches in 4 layers were 86 of 104 GB of activations."""
     unfused, kernel, fused = (
-        arguments_model(SEVEN_B.split(), "7B", "bf16", attention=one)
-        for one in ("unfused", "kernel", "fused")
+        arguments_model(SEVEN_B.split(), "7B", "bf16", attention=kind)
+        for kind in ("unfused", "kernel", "fused")
     )
-    assert [one.attention for one in (unfused, kernel, fused)] == ["unfused", "kernel", "fused"]
-    held = [8 * 4 * one.kinds["transformer"].kept_bytes(1) for one in (unfused, kernel, fused)]
+    assert [model.attention for model in (unfused, kernel, fused)] == ["unfused", "kernel", "fused"]
+    held = [8 * 4 * model.kinds["transformer"].kept_bytes(1) for model in (unfused, kernel, fused)]
     pairs = 32 * 4096**2
     # Probabilities before and after dropout and its mask; one number for each row instead.
     assert held[0] - held[1] == 8 * 4 * (pairs * (2 + 2 + 1) - 32 * 4096 * 4)
@@ -117,24 +118,24 @@ def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
     ],
 )
 def test_scores_are_counted_where_no_kernel_takes_them(flags: str, attention: str) -> None:
-    words = [*SEVEN_B.split(), *flags.split()]
-    assert arguments_model(words, "7B", "bf16", attention="kernel").attention == attention
+    arguments = [*SEVEN_B.split(), *flags.split()]
+    assert arguments_model(arguments, "7B", "bf16", attention="kernel").attention == attention
 
 
 def test_heads_of_odd_width_have_a_kernel_in_half_precision_alone() -> None:
-    words = [*SEVEN_B.split(), "--kv-channels", "20"]
-    found = {
-        name: arguments_model(words, "odd", name, attention="kernel").attention
+    arguments = [*SEVEN_B.split(), "--kv-channels", "20"]
+    kernels = {
+        name: arguments_model(arguments, "odd", name, attention="kernel").attention
         for name in ("fp32", "bf16")
     }
-    assert found == {"fp32": "unfused", "bf16": "kernel"}
+    assert kernels == {"fp32": "unfused", "bf16": "kernel"}
 
 
 def test_a_cpu_has_a_kernel_where_it_is_asked_for() -> None:
-    words = [*SEVEN_B.split(), *"--attention-backend fused --transformer-impl local".split()]
-    assert arguments_model(words, "7B", attention="unfused").attention == "unfused"
-    words += ["--attention-dropout", "0"]
-    assert arguments_model(words, "7B", attention="unfused").attention == "kernel"
+    arguments = [*SEVEN_B.split(), *"--attention-backend fused --transformer-impl local".split()]
+    assert arguments_model(arguments, "7B", attention="unfused").attention == "unfused"
+    arguments += ["--attention-dropout", "0"]
+    assert arguments_model(arguments, "7B", attention="unfused").attention == "kernel"
 
 
 def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
@@ -148,7 +149,7 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("gpt2-xxl", "model 'gpt2-xxl' is not known: the nearest is gpt2-xl"),
         (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2: the plan decides this"),
@@ -156,8 +157,8 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
         ("nowhere.yaml", "No such file or directory; name a model file"),
     ],
 )
-def test_a_bad_model_is_named(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_bad_model_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_model(text)
 
 
@@ -167,16 +168,16 @@ def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
         'format = 1\nname = "m"\nprecision = "bf16"\n[shape]\nlayers = 4\nhidden = 64\n'
         "heads = 4\nsequence = 32\nvocabulary = 1024\n"
     )
-    one, other = (
+    first, second = (
         read_model(str(tmp_path / "a.yaml"), attention="unfused"),
         read_model(str(tmp_path / "b.toml")),
     )
-    assert one.kinds == other.kinds
-    assert one.layers == other.layers
+    assert first.kinds == second.kinds
+    assert first.layers == second.layers
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("format: 1\n", "has none of preset, arguments, shape, layers"),
         ("format: 1\npreset: gpt2\nlayers: []\n", "layers has 0 entries"),
@@ -186,20 +187,20 @@ def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
         ("format: [1\n", "no YAML"),
     ],
 )
-def test_a_bad_model_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_model_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=words) as info:
+    with pytest.raises(ConfigError, match=message) as info:
         read_model(str(path))
     assert "\n" not in str(info.value)
 
 
 def test_a_frozen_model_keeps_gradients_of_adapters_alone() -> None:
-    words = [*MODELS["llama3-8b"].split(), "--bf16", "--vocab-size", "128256"]
-    whole = arguments_model(words, "whole", attention="fused")
-    lora = arguments_model([*words, "--lora-rank", "16"], "lora", attention="fused")
+    arguments = [*MODELS["llama3-8b"].split(), "--bf16", "--vocab-size", "128256"]
+    whole = arguments_model(arguments, "whole", attention="fused")
+    lora = arguments_model([*arguments, "--lora-rank", "16"], "lora", attention="fused")
     assert lora.parameters == whole.parameters
-    # As PEFT counts them with target_modules="all-linear".
+    # PEFT counts the same number with target_modules="all-linear".
     assert lora.precision.trained * lora.parameters == pytest.approx(41_943_040)
     assert lora.precision.optimizer_bytes < 0.01 * whole.precision.optimizer_bytes
     assert lora.precision.gradient_bytes < 0.01 * whole.precision.gradient_bytes
@@ -207,7 +208,7 @@ def test_a_frozen_model_keeps_gradients_of_adapters_alone() -> None:
     times = [make_estimator(model)("transformer", "H100", 1, 1.0) for model in (whole, lora)]
     assert times[1].backward_weight_s < 0.05 * times[0].backward_weight_s
     assert times[1].backward_input_s == pytest.approx(times[0].backward_input_s, rel=0.01)
-    few = [*words, "--lora-rank", "16", "--lora-targets", "q_proj,v_proj"]
+    few = [*arguments, "--lora-rank", "16", "--lora-targets", "q_proj,v_proj"]
     assert arguments_model(few, "few").precision.trained * lora.parameters == pytest.approx(
         32 * 16 * (2 * 4096 + 4096 + 1024)
     )

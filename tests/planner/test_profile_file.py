@@ -49,9 +49,9 @@ def test_links_of_one_and_several_pairs_are_one_link(tmp_path: Path) -> None:
     link = {"nodes": ["a", "b"], "within": False, "latency_s": 1e-5, "sizes": [[1e6, 1e9]]}
     links = [link, {**link, "pairs": 4, "sizes": [[1e6, 0.4e9]]}]
     profile = profile_file.make_profile(measured(links=links))
-    found = profile.links["a", "b"]
-    assert found.bandwidth(1e6, 1) == 1e9
-    assert found.bandwidth(1e6, 4) == pytest.approx(0.4e9)
+    merged = profile.links["a", "b"]
+    assert merged.bandwidth(1e6, 1) == 1e9
+    assert merged.bandwidth(1e6, 4) == pytest.approx(0.4e9)
 
 
 def test_node_types_are_known_by_their_gpu(tmp_path: Path) -> None:
@@ -66,15 +66,15 @@ def test_node_types_are_known_by_their_gpu(tmp_path: Path) -> None:
 
 
 def test_merging_puts_nodes_together(tmp_path: Path) -> None:
-    one, other = measured(launch_s={"a100": 1e-3}), measured(gpu="v100", launch_s={"v100": 2e-3})
-    merged = profile_file.merge([("one", one), ("other", other)])
+    first, second = measured(launch_s={"a100": 1e-3}), measured(gpu="v100", launch_s={"v100": 2e-3})
+    merged = profile_file.merge([("one", first), ("other", second)])
     assert len(merged["layers"]) == 6
     assert merged["launch_s"] == {"a100": 1e-3, "v100": 2e-3}
-    again = profile_file.merge([("one", one), ("again", measured(launch_s={"a100": 3e-3}))])
+    again = profile_file.merge([("one", first), ("again", measured(launch_s={"a100": 3e-3}))])
     assert len(again["layers"]) == 3
     assert again["launch_s"] == {"a100": 3e-3}
     with pytest.raises(ConfigError, match="b is of model gpt2-xl, a of gpt2: merge"):
-        profile_file.merge([("a", one), ("b", measured("gpt2-xl"))])
+        profile_file.merge([("a", first), ("b", measured("gpt2-xl"))])
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
@@ -96,24 +96,24 @@ def test_experts_on_ranks_that_were_not_measured_take_what_the_nearest_do() -> N
     model = preset("mixtral-8x7b", imbalance=1.5)
     profile_file.check_model(content, model, "p")
     profile = profile_file.make_profile(content)
-    found = {ranks: profile.times(f"experts/{ranks}", "cpu", 1, 1) for ranks in (2, 4, 8)}
-    assert {ranks: times.forward_s for ranks, times in found.items()} == {2: 1.0, 4: 2.0, 8: 2.0}
-    assert [times.source for times in found.values()] == ["estimated", "estimated", "measured"]
+    by_ranks = {ranks: profile.times(f"experts/{ranks}", "cpu", 1, 1) for ranks in (2, 4, 8)}
+    assert {ranks: times.forward_s for ranks, times in by_ranks.items()} == {2: 1.0, 4: 2.0, 8: 2.0}
+    assert [times.source for times in by_ranks.values()] == ["estimated", "estimated", "measured"]
     assert profile.times("experts/8", "cpu", 1, 1, load=1.5).forward_s == 3.0
     assert profile.knows("experts/2", "cpu", 1)
     assert not profile.knows("transformer", "cpu", 1)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"format": 0}, "format is 0: it must be 1"),
         ({"layer": []}, "layer is not a key: the nearest is layers"),
         ({"launch_s": {"a100": -1}}, "launch_s.a100 is -1"),
     ],
 )
-def test_a_bad_profile_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_bad_profile_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         profile_file.load(save(tmp_path, {**measured(), **change}))
 
 
@@ -135,7 +135,7 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("1,v100", "3,v100", "cut point 1 has no row"),
         ("0.002", "fast", "row 1: forward_s is 'fast'"),
@@ -144,8 +144,8 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
         ("kept_bytes", "kept", "row 1: kept is not a key"),
     ],
 )
-def test_bad_cut_points_are_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_bad_cut_points_are_named(old: str, new: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "net.csv"
     path.write_text(CSV.replace(old, new))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         profile_of_cut_points(path, "net")

@@ -75,18 +75,18 @@ def test_tensor_parallelism_stays_in_an_island_and_rings_of_replicas_in_a_leaf()
         model = preset("llama3-8b", "bf16")
         inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
         searcher = Searcher(inputs, global_batch=96, options=options)
-        found = searcher.search().plans
-        for one in found:
-            assert one.seconds == pytest.approx(predict(one.plan, inputs).seconds)
-        return [one.plan for one in found]
+        ranked = searcher.search().plans
+        for entry in ranked:
+            assert entry.seconds == pytest.approx(predict(entry.plan, inputs).seconds)
+        return [entry.plan for entry in ranked]
 
     best, *others = plans(islands=True)
     assert best.tp in (2, 4)
-    assert all(one.tp <= 4 for one in others)
-    stages = [{one.node // 4 for one in place.replicas} for place in best.places]
+    assert all(entry.tp <= 4 for entry in others)
+    stages = [{entry.node // 4 for entry in stage.replicas} for stage in best.places]
     assert all(len(leaves) == 1 for leaves in stages)
     # Replicas are on several nodes, whose ring would leave the leaf elsewhere.
-    assert all(len({one.node for one in place.replicas}) > 1 for place in best.places)
+    assert all(len({entry.node for entry in stage.replicas}) > 1 for stage in best.places)
     assert plans(islands=False)[0] != best
 
 
@@ -97,7 +97,7 @@ def test_no_plan_is_faster_than_the_bound_of_what_was_not_looked_at(seed: int) -
     unseen = solve(replace(problem, options=options))
     assert not unseen.plans
     looked = solve(replace(problem, options=replace(options, most_cpu_s=60.0)))
-    fastest = min([one.seconds for one in looked.plans], default=math.inf)
+    fastest = min([plan.seconds for plan in looked.plans], default=math.inf)
     assert unseen.bound <= min(fastest, brute_force(problem)) * (1 + 1e-9)
 
 
@@ -122,11 +122,11 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     alone = replace(request, options=replace(request.options, context_ranks=(1,)))
     assert row.prediction.seconds < propose(inputs, alone).rows[0].prediction.seconds
     document = plan_document(plan, inputs, row.prediction)
-    given = [*model.arguments, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]
-    world_size = plan.tp * sum(len(place.replicas) for place in plan.places)
+    flags = [*model.arguments, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]
+    world_size = plan.tp * sum(len(stage.replicas) for stage in plan.places)
     installed = Installed(transformer_engine=True)
     config = parse(
-        [*given, *plan_flags(document, "plan")],
+        [*flags, *plan_flags(document, "plan")],
         world_size=world_size,
         last_wins=True,
         installed=installed,
@@ -149,12 +149,12 @@ def test_a_better_cluster_never_has_a_worse_plan(seed: int) -> None:
 def test_a_plan_takes_what_is_predicted_of_it(unequal: bool) -> None:
     problem = random_problem(3)
     options = replace(problem.options, top=5, unequal=unequal, schedules=("1f1b", "interleaved"))
-    found = solve(replace(problem, options=options)).plans
-    assert found
-    for one in found:
-        seen = predict(one.plan, problem)
-        assert seen.seconds == pytest.approx(one.seconds, rel=1e-9)
-        assert seen.price_per_hour == pytest.approx(one.price_per_hour)
+    ranked = solve(replace(problem, options=options)).plans
+    assert ranked
+    for entry in ranked:
+        seen = predict(entry.plan, problem)
+        assert seen.seconds == pytest.approx(entry.seconds, rel=1e-9)
+        assert seen.price_per_hour == pytest.approx(entry.price_per_hour)
         assert seen.fits
 
 
@@ -173,21 +173,21 @@ def test_front_has_the_fastest_and_no_plan_that_another_beats() -> None:
     front, slack = pareto(searcher)
     assert slack == 0
     assert front[0].seconds == pytest.approx(solve(problem).plans[0].seconds)
-    for one in front:
+    for entry in front:
         for other in front:
-            assert other is one or other.seconds > one.seconds or other.value > one.value
-    for one in front:
+            assert other is entry or other.seconds > entry.seconds or other.value > entry.value
+    for entry in front:
         # The same by a search for the cheapest within that time.
-        goal = Objective(least="cost", most_seconds_per_step=one.seconds * (1 + 1e-12))
-        assert searcher.search(goal).plans[0].value == pytest.approx(one.value)
+        goal = Objective(least="cost", most_seconds_per_step=entry.seconds * (1 + 1e-12))
+        assert searcher.search(goal).plans[0].value == pytest.approx(entry.value)
 
 
 def test_limits_are_kept() -> None:
     problem = random_problem(5)
     free = solve(problem).plans[0]
     goal = Objective(most_price_per_hour=free.price_per_hour * 0.99)
-    found = searcher_of(problem).search(goal).plans
-    assert all(one.price_per_hour < free.price_per_hour for one in found)
+    ranked = searcher_of(problem).search(goal).plans
+    assert all(entry.price_per_hour < free.price_per_hour for entry in ranked)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -198,34 +198,34 @@ def test_limits_and_front_are_those_of_each_part_searched_alone(seed: int) -> No
     alone = []
     groups = problem.cluster.groups
     for counts in itertools.product(*(range(group.count + 1) for group in groups)):
-        kept = [replace(one, count=n) for one, n in zip(groups, counts, strict=True) if n]
+        kept = [replace(entry, count=n) for entry, n in zip(groups, counts, strict=True) if n]
         if kept:
             part = replace(problem.cluster, groups=tuple(kept))
             every = replace(options, all_nodes=True)
             alone += solve(replace(problem, cluster=part, options=every)).plans
-    costs = [(one.seconds, one.seconds * one.price_per_hour / 3600) for one in alone]
-    for limit_s in sorted(one.seconds for one in alone):
+    costs = [(entry.seconds, entry.seconds * entry.price_per_hour / 3600) for entry in alone]
+    for limit_s in sorted(entry.seconds for entry in alone):
         goal = Objective(least="cost", most_seconds_per_step=limit_s * (1 + 1e-9))
         least = min(cost for s, cost in costs if s <= goal.most_seconds_per_step)
-        found = searcher_of(problem).search(goal).plans[0]
-        assert found.value == pytest.approx(least)
-        assert found.seconds == pytest.approx(predict(found.plan, problem).seconds)
-    front = [(one.seconds, one.value) for one in pareto(searcher_of(problem))[0]]
+        fastest = searcher_of(problem).search(goal).plans[0]
+        assert fastest.value == pytest.approx(least)
+        assert fastest.seconds == pytest.approx(predict(fastest.plan, problem).seconds)
+    front = [(entry.seconds, entry.value) for entry in pareto(searcher_of(problem))[0]]
     best = [
-        one
-        for one in sorted(set(costs))
-        if not any(o[0] <= one[0] and o[1] < one[1] for o in costs)
+        entry
+        for entry in sorted(set(costs))
+        if not any(o[0] <= entry[0] and o[1] < entry[1] for o in costs)
     ]
-    assert front == [pytest.approx(one) for one in best]
+    assert front == [pytest.approx(entry) for entry in best]
 
 
 def test_a_given_partition_is_kept() -> None:
     problem = random_problem(2)
     layers = problem.model.num_layers
     options = replace(problem.options, partition=(1, layers - 1))
-    found = solve(replace(problem, options=options)).plans
-    assert found
-    assert found[0].plan.partition == (1, layers - 1)
+    ranked = solve(replace(problem, options=options)).plans
+    assert ranked
+    assert ranked[0].plan.partition == (1, layers - 1)
 
 
 def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
@@ -243,8 +243,8 @@ def test_measured_all_reduces_count_in_search_and_prediction_alike() -> None:
     def found(profile: Profile) -> list[tuple[float, float]]:
         searcher = Searcher(PlanInputs(model, cluster, profile), global_batch=8, options=options)
         return [
-            (one.seconds, predict(one.plan, PlanInputs(model, cluster, profile)).seconds)
-            for one in searcher.search().plans
+            (entry.seconds, predict(entry.plan, PlanInputs(model, cluster, profile)).seconds)
+            for entry in searcher.search().plans
         ]
 
     for profile in (free, slow):

@@ -1,4 +1,4 @@
-"""First weights drawn by layer: the same wherever a layer is, and nothing else changed."""
+"""First weights drawn by layer: the same wherever a layer is, with no other change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_layer_has_its_weights_in_every_model(
 ) -> None:
     torch.manual_seed(1)
     long = build(3, cpu=cpu, **kind)
-    torch.manual_seed(2)  # as another pipeline rank has it
+    torch.manual_seed(2)  # state of another pipeline rank
     torch.rand(5)
     short = build(2, cpu=cpu, **kind)
     assert is_by_layer(short)
@@ -111,12 +111,12 @@ def test_generators_are_left_as_they_were(by_layer: list[bool], cpu: bool) -> No
 def test_without_it_nothing_is_seeded(by_layer: list[bool]) -> None:
     by_layer[0] = False
     torch.manual_seed(1)
-    ours = build(2, cpu=True)
-    assert not is_by_layer(ours)
+    model = build(2, cpu=True)
+    assert not is_by_layer(model)
     drawn = torch.rand(1)
     torch.manual_seed(1)
     again = build(2, cpu=True)
-    assert weights_of(again) == weights_of(ours)
+    assert weights_of(again) == weights_of(model)
     assert torch.equal(drawn, torch.rand(1))
     by_layer[0] = True
-    assert weights_of(build(2, cpu=True)) != weights_of(ours)
+    assert weights_of(build(2, cpu=True)) != weights_of(model)

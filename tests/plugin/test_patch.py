@@ -98,8 +98,8 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
     megatron.adaptive.install("adaptive" if by_flag else "megatron")
     chosen: Any = schedules.get_forward_backward_func(**TWO)
     on_cpu = not torch.cuda.is_available()
-    own = chosen.__wrapped__ if on_cpu else chosen
-    assert own is schedules.forward_backward_pipelining_without_interleaving
+    original = chosen.__wrapped__ if on_cpu else chosen
+    assert original is schedules.forward_backward_pipelining_without_interleaving
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stream holds what is sent")
@@ -121,7 +121,7 @@ def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
         chunk.config = config  # type: ignore[assignment]
     seen = []
 
-    def own(**given: Any) -> str:
+    def own(**arguments: Any) -> str:
         seen.append(config.deallocate_pipeline_outputs)
         if fails:
             raise RuntimeError("the user's own error")
@@ -134,16 +134,16 @@ def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
         with pytest.raises(RuntimeError, match="own error") if fails else nullcontext():
             assert step(model=model) == "done"
     assert seen == [False, False]
-    assert config.deallocate_pipeline_outputs  # as the user has set it
+    assert config.deallocate_pipeline_outputs  # the user's setting
 
 
 def test_the_function_looks_like_megatron_cores() -> None:
     megatron.adaptive.install()
     assert inspect.signature(schedules.get_forward_backward_func) == inspect.signature(ORIGINAL)
     step = schedules.get_forward_backward_func(**TWO)
-    own = schedules.forward_backward_pipelining_without_interleaving
-    assert step is not own
-    assert inspect.signature(step) == inspect.signature(own)
+    original = schedules.forward_backward_pipelining_without_interleaving
+    assert step is not original
+    assert inspect.signature(step) == inspect.signature(original)
     chunked = schedules.get_forward_backward_func(pp_size=2, vp_size=2)
     assert chunked.__name__ == "forward_backward_pipelining_with_interleaving"
 
@@ -168,8 +168,8 @@ def test_a_function_held_beyond_uninstall_is_megatron_cores(
 ) -> None:
     called = {}
 
-    def own(**given: Any) -> str:
-        called.update(given)
+    def own(**arguments: Any) -> str:
+        called.update(arguments)
         return "done"
 
     monkeypatch.setattr(schedules, "forward_backward_pipelining_without_interleaving", own)

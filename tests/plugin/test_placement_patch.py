@@ -73,12 +73,12 @@ def be(pp_rank: int) -> None:
 def test_layers_are_those_of_the_loops_stages(settings: Any, places: Any) -> None:
     megatron.adaptive.install("hinted", placement="v")
     config = configuration(**settings)
-    for one in (config, dataclasses.replace(config)):
+    for copy in (config, dataclasses.replace(config)):
         for (pp_rank, chunk), (offset, layers) in places.items():
             be(pp_rank)
-            assert get_transformer_layer_offset(one, vp_stage=chunk) == offset
-            assert get_num_layers_to_build(one, vp_stage=chunk) == layers
-        layout = one.pipeline_model_parallel_layout.layout
+            assert get_transformer_layer_offset(copy, vp_stage=chunk) == offset
+            assert get_num_layers_to_build(copy, vp_stage=chunk) == layers
+        layout = copy.pipeline_model_parallel_layout.layout
         assert LayerType.embedding in layout[1][0]
         assert LayerType.loss in layout[1][1]
 

@@ -33,7 +33,7 @@ def test_every_choice_is_possible(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("values", "line"),
     [
         (
             {"schedule": "zb-v", "placement": "loop"},
@@ -68,21 +68,21 @@ def test_every_choice_is_possible(name: str) -> None:
         ({"timeout_s": float("inf")}, "timeout_s: inf is not a finite number"),
     ],
 )
-def test_what_is_not_possible(given: dict[str, Any], line: str) -> None:
+def test_what_is_not_possible(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}$"):
-        Settings(**given)
+        Settings(**values)
 
 
-def parse(*words: str) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     assert add_arguments(parser) is parser
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def test_flags_win_over_settings() -> None:
-    given = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
+    base = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
     flags = "--activation-cap 5 --split-backward True --weight-pieces 2 --pipeline-timeout-s 9"
-    assert given.overridden(parse(*flags.split())) == Settings(
+    assert base.overridden(parse(*flags.split())) == Settings(
         schedule="hinted",
         activation_cap=5,
         split_backward=True,
@@ -90,28 +90,28 @@ def test_flags_win_over_settings() -> None:
         trace_dir="here",
         timeout_s=9,
     )
-    assert given.overridden(parse("--pipeline-schedule", "dfc")).schedule == "dfc"
-    assert given.overridden(parse("--pipeline-placement", "v")).kind == "v"
+    assert base.overridden(parse("--pipeline-schedule", "dfc")).schedule == "dfc"
+    assert base.overridden(parse("--pipeline-placement", "v")).kind == "v"
 
 
 @pytest.mark.parametrize("arguments", [None, argparse.Namespace(seq_length=4), parse()])
 def test_without_flags_settings_stay(arguments: Any) -> None:
-    given = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
-    assert given.overridden(arguments) == given
+    base = Settings(schedule="hinted", activation_cap=3, trace_dir="here")
+    assert base.overridden(arguments) == base
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )
 def test_a_wrong_flag_says_why(
-    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(*words)
+        parse(*arguments)
     assert line in capsys.readouterr().err
 
 

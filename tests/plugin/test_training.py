@@ -67,7 +67,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both begin with weights of a loop; one goes on in a loop, the other in a V.
+        # Both begin with weights of a loop; one continues in a loop, the other in a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -76,7 +76,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All begin anew; a loop is what the others are compared with, instead of "plain".
+        # All begin with new weights; the others are compared with a loop, instead of "plain".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -149,23 +149,23 @@ def run(
 
     In fresh processes the plug-in comes first, as in a user's, and their interpreters end.
     """
-    given, taken = folder / "cases.json", folder / "results.json"
+    cases_path, results_path = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
     asked = [{**case, "runs": plain | case["runs"]} for case in cases]
     for case in asked:
         if "from" in case:
             case["from"] = str(folder / case["from"])
-    given.write_text(json.dumps(asked))
+    cases_path.write_text(json.dumps(asked))
     torchrun(
         PROGRAM,
-        [str(given), str(taken)],
+        [str(cases_path), str(results_path)],
         world_size=world_size,
         log=folder / "output.txt",
         limit_s=300.0,  # for a machine that runs other tests beside it
         fresh=fresh,
         python_path=python_path,
     )
-    results: list[dict[str, Any]] = json.loads(taken.read_text())
+    results: list[dict[str, Any]] = json.loads(results_path.read_text())
     return results
 
 
@@ -175,11 +175,11 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
         assert len(plain[-1]["trained"]["losses"]) in (3, 5)
         assert len(plain[-1]["evaluated"]["collected"]) == 4
         for name, ranks in result["runs"].items():
-            for rank, (ours, theirs) in enumerate(zip(ranks, plain, strict=True)):
+            for rank, (run, reference) in enumerate(zip(ranks, plain, strict=True)):
                 where = f"case {number}, {name}, rank {rank}"
-                assert numbers_of(ours) == pytest.approx(numbers_of(theirs), rel=REL), where
-                assert ours["trained"]["losses"][:1] == theirs["trained"]["losses"][:1], where
-                assert ours["weights"] > 1, where
+                assert numbers_of(run) == pytest.approx(numbers_of(reference), rel=REL), where
+                assert run["trained"]["losses"][:1] == reference["trained"]["losses"][:1], where
+                assert run["weights"] > 1, where
 
 
 def numbers_of(seen: Any) -> list[float]:
@@ -187,7 +187,7 @@ def numbers_of(seen: Any) -> list[float]:
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):
-        return [number for one in seen for number in numbers_of(one)]
+        return [number for item in seen for number in numbers_of(item)]
     return [seen]
 
 
@@ -232,7 +232,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         # Evaluation is not traced; the actions are three kinds of each microbatch.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # What comes around them is seen from outside; this user reads data on every rank.
+        # The work around them is seen from outside; this user reads data on every rank.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -254,9 +254,11 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert now is not None
         assert (now.doing, now.iteration) == (ENDED, 4)
 
-    own = read_run(tmp_path / "own").ranks[1].table()
-    assert Counter(own.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(range(1, 7), 2 * 8)
-    # How far the run is, as the trainer says it.
+    own_schedule_table = read_run(tmp_path / "own").ranks[1].table()
+    assert Counter(own_schedule_table.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(
+        range(1, 7), 2 * 8
+    )
+    # The progress of the run is the trainer's.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
         *("ended", "the program ended"),
@@ -304,7 +306,7 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:
-    # Rank 0 goes on to evaluate: its messages reached the interpreter's end of rank 1.
+    # Rank 0 evaluates next: its messages reached rank 1 when its interpreter was ending.
     case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": 1}
     with pytest.raises(AssertionError) as caught:
         run([case], 2, tmp_path)

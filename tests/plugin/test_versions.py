@@ -98,13 +98,13 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
 ) -> None:
     """``train megatron-lm``, with our schedules and without."""
     said = {}
-    for name, words in {
+    for name, arguments in {
         "megatron": [],
         "adaptive": "--save saved --save-interval 3 --exit-interval 3 --trace-dir traces".split(),
         "zb-v": "--load saved --num-virtual-stages-per-pipeline-rank 2".split(),
     }.items():
         log = tmp_path / f"{name}.txt"
-        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *FLAGS.split(), *words]
+        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *FLAGS.split(), *arguments]
         command += ["--pipeline-schedule", name]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
@@ -128,12 +128,12 @@ def test_its_own_trainer_makes_damaged_indices_anew(
 ) -> None:
     """Its own files are read as they are: one flipped bit gives other samples."""
     prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
-    words = [word for word in FLAGS.split() if word != "--mock-data"]
-    words += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
+    arguments = [word for word in FLAGS.split() if word != "--mock-data"]
+    arguments += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
     said = []
     for number in range(2):
         log = tmp_path / f"{number}.txt"
-        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *words]
+        command = ["-m", "megatron.adaptive", "train", "megatron-lm", *arguments]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said.append(SEEN.findall(log.read_text()))
@@ -154,7 +154,7 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
     """Its own loop freed outputs that gloo had yet to send: from 0.17 on losses were NaN."""
-    words = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
+    arguments = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
     said = {}
     for name in ("megatron", "adaptive"):
         log = tmp_path / f"{name}.txt"
@@ -164,13 +164,13 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
             "train",
             "megatron-lm",
             *FLAGS.split(),
-            *words.split(),
+            *arguments.split(),
         ]
         command += ["--pipeline-schedule", name]
         ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
         assert ended == 0, tail(log)
         said[name] = SEEN.findall(log.read_text())
-    assert len(said["megatron"]) == 10  # of four steps, validation and test
+    assert len(said["megatron"]) == 10  # lines of four steps, validation and test
     assert said["adaptive"] == said["megatron"]
 
 

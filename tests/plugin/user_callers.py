@@ -121,12 +121,12 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
     """Makes a group of each list of ranks, and returns this rank's, ``None`` if there is none."""
-    mine = None
+    joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            mine = group
-    return mine
+            joined = group
+    return joined
 
 
 def make_model(
@@ -354,7 +354,7 @@ def served_weights(model: Model) -> str:
         ]
         box = [names]
         dist.broadcast_object_list(box, src=source, group=model.groups.pp)
-        own = {
+        weights = {
             (number, name): weight
             for number, chunk in enumerate(model.chunks)
             for name, weight in chunk.named_parameters()
@@ -362,7 +362,7 @@ def served_weights(model: Model) -> str:
         for number, name, shape in box[0]:
             weight = torch.empty(shape)
             if source == dist.get_rank():
-                weight.copy_(own[number, name].detach())
+                weight.copy_(weights[number, name].detach())
             dist.broadcast(weight, src=source, group=model.groups.pp)
             digest.update(weight.numpy().tobytes())
     return digest.hexdigest()

@@ -38,14 +38,14 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
-    own: dict[str, Any] = {}
+    settings_of_models: dict[str, Any] = {}
     if settings is not None:
-        own = settings.get("models", {})
+        settings_of_models = settings.get("models", {})
         if "settings" in settings:
             megatron.adaptive.install(**settings["settings"])
 
     def prepare(models: dict[str, callers.Model]) -> None:
-        for name, values in own.items():
+        for name, values in settings_of_models.items():
             megatron.adaptive.install(**values, model=models[name].chunks)
 
     shape = case.get("shape", {}) | (settings or {}).get("shape", {})

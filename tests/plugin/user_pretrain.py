@@ -8,7 +8,7 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
 
-Settings may have ``then``: the settings under which training goes on, from a checkpoint in between.
+Settings may have ``then``: settings of a second run, which continues from a checkpoint.
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
 its line; with ``again`` that of a second step, with new process groups, and with ``fewer chunks``
@@ -41,7 +41,7 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts anew, without the plugin if ``settings`` is ``None``."""
+    """Starts from the beginning, without the plugin if ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
     # Each has threads that wake up a hundred times a second.
@@ -126,7 +126,7 @@ def main() -> None:
     results = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
         shape = user.Shape(**case["shape"])
-        lines = {name: refused(shape, one) for name, one in case.get("refused", {}).items()}
+        lines = {name: refused(shape, changes) for name, changes in case.get("refused", {}).items()}
         seen: dict[str, Any] = {}
         for name, settings in case["runs"].items():
             everyone: list[Any] = [None] * dist.get_world_size()

@@ -66,7 +66,7 @@ class Shape:
         timers: megatron-core's timers run.
         llama: the model is of Llama's kind instead of GPT's.
         groups: process groups are handed to models and steps, as Megatron Bridge does.
-        dropout: of attention and hidden state.
+        dropout: Probability of dropout in attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
         tied: embedding and output layer share their weights.
         mtp: there is a layer of multi-token prediction.
@@ -264,7 +264,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
             parallel_state.is_pipeline_last_stage,
         )
     )
-    # As Megatron-LM's get_batch and get_batch_on_this_tp_rank ask.
+    # Megatron-LM's get_batch and get_batch_on_this_tp_rank ask the same.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
     looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers
@@ -340,7 +340,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
-    total = torch.vstack([one["lm loss"] for one in reduced]).sum(dim=0)
+    total = torch.vstack([losses["lm loss"] for losses in reduced]).sum(dim=0)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return [float(total[0] / total[1])]
 

@@ -11,19 +11,19 @@ settings.register_profile("megatron-adaptive", deadline=None)
 settings.load_profile("megatron-adaptive")
 
 
-def actions(words: str) -> tuple[Action, ...]:
+def actions(text: str) -> tuple[Action, ...]:
     """The actions of a text such as ``F0-0+ B0-1 W0-0.1``."""
-    found = []
-    for word in words.split():
+    actions = []
+    for word in text.split():
         paired, word = word.endswith("+"), word.rstrip("+")
         chunk, microbatch, piece = f"{word[1:]}-0".replace(".", "-").split("-")[:3]
-        found.append(Action(ActionKind(word[0]), int(chunk), int(microbatch), int(piece), paired))
-    return tuple(found)
+        actions.append(Action(ActionKind(word[0]), int(chunk), int(microbatch), int(piece), paired))
+    return tuple(actions)
 
 
 def run(state: RankState, *todo: Action | str) -> None:
     """Starts and finishes actions, or those that a text names."""
-    for action in (actions(one) if isinstance(one, str) else (one,) for one in todo):
+    for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:
             assert state.start(each), state.why_not(each)
             state.finish(each)

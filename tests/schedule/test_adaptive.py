@@ -71,14 +71,14 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
                 make_policies(static, placement, microbatches),
                 StageProfile(times=times, link=Link(latency_s=latency)),
             )
-            ours = simulate(
+            adaptive = simulate(
                 placement,
                 microbatches,
                 make_policies("adaptive", placement, microbatches),
                 StageProfile(times=times, link=Link(latency_s=latency)),
                 cap=default_cap(placement, microbatches),
             )
-            assert ours.makespan_s <= best.makespan_s, (microbatches, backward)
+            assert adaptive.makespan_s <= best.makespan_s, (microbatches, backward)
 
 
 @pytest.mark.parametrize(("chunks", "gain"), [(1, 0.95), (2, 1.0)])

@@ -19,7 +19,7 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from .conftest import actions
 
 ALONE = Placement(num_ranks=1, num_chunks=1)
-# One forward of 10 with two communications of 2 each, its backward likewise; W takes 5.
+# One forward of 10 with two communications of 2 each, and the same for its backward; W takes 5.
 TIMES = StageTimes.equal(
     1, forward_s=10.0, backward_s=10.0, weight_s=5.0, exchange_s=4.0, exchanges=2
 )

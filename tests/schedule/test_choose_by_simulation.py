@@ -57,7 +57,7 @@ def test_under_jitter_a_rule_with_split_backwards_wins() -> None:
 
 def test_lengths_are_part_of_the_choice() -> None:
     times = StageTimes.equal(8, forward_s=0.01, backward_s=0.01, weight_s=0.01)
-    factors = tuple(4.0 if at % 5 == 0 else 0.5 for at in range(16))
+    factors = tuple(4.0 if index % 5 == 0 else 0.5 for index in range(16))
     choice = choose(
         StageProfile(times=times, microbatch_factors=(factors,)),
         placement=Placement(num_ranks=4, num_chunks=2, kind="v"),
@@ -87,8 +87,8 @@ def test_whole_backwards_where_they_cannot_be_split() -> None:
 def test_time_ends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = []
 
-    def evaluate_slowly(*given: Any) -> choose_by_simulation.CandidateOutcome:
-        outcome = evaluate(*given)
+    def evaluate_slowly(*arguments: Any) -> choose_by_simulation.CandidateOutcome:
+        outcome = evaluate(*arguments)
         simulated.append(outcome.candidate)
         wait_until(lambda: time.monotonic() >= until_s or len(simulated) < 3, lambda: "", 60.0)
         return outcome
@@ -104,8 +104,8 @@ def test_time_ends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_chunk_has_its_own_schedules() -> None:
-    found = candidates(Placement(num_ranks=4, num_chunks=1), 16, most=8.0, splittable=True)
-    assert {"1f1b", "zb-h1", "adaptive", "hinted"} == {c.name for c in found}
+    listed = candidates(Placement(num_ranks=4, num_chunks=1), 16, most=8.0, splittable=True)
+    assert {"1f1b", "zb-h1", "adaptive", "hinted"} == {c.name for c in listed}
 
 
 def test_no_memory_at_all_is_an_error() -> None:
@@ -139,10 +139,10 @@ def test_one_and_two_chunks_get_the_same_work() -> None:
 
 
 def test_figures_of_known_schedules() -> None:
-    one = evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [0])
-    assert one.mean_s == pytest.approx((16 + 3) * 3)
-    assert one.peak_units == 4
-    assert one.bubble_fraction == pytest.approx(3 / 19)
+    outcome = evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [0])
+    assert outcome.mean_s == pytest.approx((16 + 3) * 3)
+    assert outcome.peak_units == 4
+    assert outcome.bubble_fraction == pytest.approx(3 / 19)
     assert evaluate(make_candidate("zb-v", 4, 2, 16), 16, EQUAL, [0]).mean_s == pytest.approx(
         16 * 3 + 3 * 0.5
     )

@@ -78,7 +78,7 @@ def run_random(name: str, cases: int, most_slices: int = 1) -> None:
             forward_s=forward_s,
             backward_s=backward_s,
             weight_s=tuple(rng.uniform(0, 5) for _ in range(stages)),
-            exchange_s=tuple(share * min(one) for one in zip(forward_s, backward_s, strict=True))
+            exchange_s=tuple(share * min(pair) for pair in zip(forward_s, backward_s, strict=True))
             * bool(cuts),
             exchanges=cuts,
         )

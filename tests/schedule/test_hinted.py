@@ -80,10 +80,10 @@ def test_the_hint_is_the_best_that_the_cap_allows() -> None:
     assert hint_for(v(4), 16, 4.0).name == "zb-v"
     assert hint_for(v(4), 16, 3.0).name == "v-half"
     assert hint_for(v(4), 16, 1.0).name == "adaptive"
-    one = Placement(num_ranks=4, num_chunks=1)
-    assert hint_for(one, 16, 4.0).name == "zb-h1"
+    single_chunk = Placement(num_ranks=4, num_chunks=1)
+    assert hint_for(single_chunk, 16, 4.0).name == "zb-h1"
     assert hint_for(Placement(num_ranks=4, num_chunks=2), 16, 9.0).name == "interleaved"
-    for placement in (v(4), one, Placement(num_ranks=4, num_chunks=2)):
+    for placement in (v(4), single_chunk, Placement(num_ranks=4, num_chunks=2)):
         for cap in (1.0, 2.0, 3.5):
             hint = hint_for(placement, 16, cap)
             validate(hint)

@@ -30,8 +30,8 @@ def test_all_are_dealt_once_in_groups_and_no_replica_goes_without(seed: int) -> 
         for _ in range(replicas)
     ]
     dealt = deal(costs, group=group, least=least)
-    assert sorted(n for own in dealt for n in own) == list(range(count))
-    assert all(len(own) % group == 0 and len(own) >= least for own in dealt)
+    assert sorted(n for share in dealt for n in share) == list(range(count))
+    assert all(len(share) % group == 0 and len(share) >= least for share in dealt)
 
 
 class Job:
@@ -54,12 +54,12 @@ class Job:
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []
         ends: list[float] = []
-        for factor, own in zip(factors, dealt, strict=True):
+        for factor, share in zip(factors, dealt, strict=True):
             ranks: list[Measured] = []
             for parts in COSTS:
-                times = [factor * self.time(parts, sizes[n]) for n in own]
+                times = [factor * self.time(parts, sizes[n]) for n in share]
                 noisy = [time * (1 + self.rng.gauss(0, self.noise)) for time in times]
-                pairs = list(zip(noisy, (sizes[n] for n in own), strict=True))
+                pairs = list(zip(noisy, (sizes[n] for n in share), strict=True))
                 sums = (sum(t * size[axis] for t, size in pairs) for axis in (0, 1))
                 ranks.append((sum(noisy), *sums))  # type: ignore[arg-type]
                 ends.append(sum(times))
@@ -67,7 +67,7 @@ class Job:
         if (text := self.dealer.add(measured)) is not None:
             self.said.append(text)
         alone = max(sum(self.time(parts, size) for size in sizes) for parts in COSTS)
-        return [len(own) for own in dealt], max(ends) * sum(1 / f for f in factors) / alone
+        return [len(share) for share in dealt], max(ends) * sum(1 / f for f in factors) / alone
 
     @staticmethod
     def time(parts: tuple[float, ...], size: Size) -> float:

@@ -60,11 +60,11 @@ def random_case(seed: int) -> tuple[Placement, int, Any, dict[str, Any]]:
     return placement, microbatches, workload, options
 
 
-def same(one: SimResult, other: SimResult) -> bool:
-    return one.peak_units == other.peak_units and all(
+def same(first: SimResult, second: SimResult) -> bool:
+    return first.peak_units == second.peak_units and all(
         np.array_equal(a, b)
         for field in ("codes", "starts_ps", "ends_ps")
-        for a, b in zip(getattr(one, field), getattr(other, field), strict=True)
+        for a, b in zip(getattr(first, field), getattr(second, field), strict=True)
     )
 
 
@@ -124,7 +124,7 @@ def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
     placement = Placement(num_ranks=3, num_chunks=2, kind="v")
     hint_for.cache_clear()
     plain = hint_for(placement, 3, 4.0, **arguments)
-    assert not loops  # to load the code would take longer than so few actions
+    assert not loops  # loading the code would take longer than these few actions
     runs = []
     for rule in (runtime_rules.ready_first, runtime_rules.hinted):
         loop = numba_kernels.compiled_loop(rule)

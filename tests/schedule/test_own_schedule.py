@@ -83,9 +83,9 @@ def test_a_rule_of_a_user_equals_ours(module: Module) -> None:
     profile = StageProfile(
         times=StageTimes.equal(4, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
     )
-    ours, own = (make_candidate(one, 4, 1, 12, weight_pieces=1) for one in ("dfc", name))
-    assert not isinstance(own.policies(12)[0], RulePolicy)
-    both = [evaluate(candidate, 12, profile, range(3)) for candidate in (ours, own)]
+    built_in, custom = (make_candidate(rule, 4, 1, 12, weight_pieces=1) for rule in ("dfc", name))
+    assert not isinstance(custom.policies(12)[0], RulePolicy)
+    both = [evaluate(candidate, 12, profile, range(3)) for candidate in (built_in, custom)]
     assert both[0].makespans_s == both[1].makespans_s
     assert both[0].peak_units == both[1].peak_units
 

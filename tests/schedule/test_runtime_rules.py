@@ -70,7 +70,7 @@ def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
 def test_adaptive_takes_the_longest_way_in_a_v() -> None:
     s = state()  # stages 1 and 4
     arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
-    for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):  # of two equally long ways the deeper
+    for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):  # the deeper of two equally long paths
         assert pick(runtime_rules.ready_first, s) == expected
         run(s, expected)
     arrive(s, "B1-0", *(f"B0-{index}" for index in range(3)))
@@ -134,5 +134,5 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         return s  # the hint wants F0-1, which is not here; F1-0 is
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
-    # With F0-0 and F0-1 held, one chunk more would break a cap of 1.
+    # F0-0 and F0-1 are held, so one chunk more would break a cap of 1.
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.0)) is None

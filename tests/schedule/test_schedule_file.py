@@ -287,7 +287,7 @@ def test_what_torch_writes_is_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    ("name", "schedule"),
     [
         ("ZBVZeroBubble-3-2-7", "zb-v"),
         ("ZBVZeroBubble-4-2-3", "zb-v"),
@@ -295,10 +295,10 @@ def test_what_torch_writes_is_read(
         ("Interleaved1F1B-3-2-6", "interleaved"),
     ],
 )
-def test_torch_has_the_same_orders(by_torch: Path, name: str, ours: str) -> None:
-    theirs = load(by_torch / f"{name}.csv")
-    made = make_schedule(ours, theirs.placement, theirs.num_microbatches)
-    assert made.orders == theirs.orders
+def test_torch_has_the_same_orders(by_torch: Path, name: str, schedule: str) -> None:
+    by_torch_file = load(by_torch / f"{name}.csv")
+    made = make_schedule(schedule, by_torch_file.placement, by_torch_file.num_microbatches)
+    assert made.orders == by_torch_file.orders
 
 
 def test_descending_backwards_are_refused(by_torch: Path) -> None:

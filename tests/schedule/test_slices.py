@@ -125,7 +125,7 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # Of nine units five are held and one is promised. The third microbatch needs two, and as many
+    # Five of nine units are held and one is promised. The third microbatch needs two, and as many
     # for one microbatch in the later chunk.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
@@ -137,8 +137,8 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
 def test_a_cap_below_one_microbatch_names_the_least(
     sizes: Sequence[float] | None, least: str
 ) -> None:
-    words = rf"cap 0.75 is below .* the least cap is {re.escape(least)} \(one microbatch"
-    with pytest.raises(ScheduleError, match=words):
+    message = rf"cap 0.75 is below .* the least cap is {re.escape(least)} \(one microbatch"
+    with pytest.raises(ScheduleError, match=message):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, cap=0.75, sizes=sizes)
 
 
@@ -219,8 +219,8 @@ def test_seq_1f1b_is_valid_and_holds_few_slices(ranks: int, microbatches: int, s
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v", "interleaved", "varuna"])
 def test_orders_of_whole_microbatches_refuse_slices(name: str) -> None:
-    words = f"schedule {name} got 4 slices per microbatch: it orders whole microbatches, choose"
-    with pytest.raises(ScheduleError, match=f"{words}.*seq-1f1b"):
+    message = f"schedule {name} got 4 slices per microbatch: it orders whole microbatches, choose"
+    with pytest.raises(ScheduleError, match=f"{message}.*seq-1f1b"):
         make_schedule(name, placement_for(name, 2, 2), 4, num_slices=4)
 
 

@@ -35,22 +35,22 @@ def test_locate_inverts_stage_of_and_covers_all_stages(placement: Placement) -> 
         for rank in range(placement.num_ranks)
         for chunk in range(placement.num_chunks)
     ]
-    assert sorted(placement.stage_of(*place) for place in places) == list(
+    assert sorted(placement.stage_of(*location) for location in places) == list(
         range(placement.num_stages)
     )
-    assert all(placement.locate(placement.stage_of(*place)) == place for place in places)
+    assert all(placement.locate(placement.stage_of(*location)) == location for location in places)
 
 
 @given(placements)
 def test_next_walks_all_stages_and_previous_walks_back(placement: Placement) -> None:
-    place = placement.locate(0)
-    assert placement.source_of(ActionKind.F, *place) is None
+    location = placement.locate(0)
+    assert placement.source_of(ActionKind.F, *location) is None
     for stage in range(1, placement.num_stages):
-        following = placement.target_of(ActionKind.F, *place)
+        following = placement.target_of(ActionKind.F, *location)
         assert following == placement.locate(stage)
-        assert placement.source_of(ActionKind.F, *following) == place
-        place = following
-    assert placement.target_of(ActionKind.F, *place) is None
+        assert placement.source_of(ActionKind.F, *following) == location
+        location = following
+    assert placement.target_of(ActionKind.F, *location) is None
 
 
 def test_the_ring_of_neighbours_closes_with_several_chunks() -> None:

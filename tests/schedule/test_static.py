@@ -166,8 +166,8 @@ def test_a_step_takes_the_closed_form(
         placement.num_stages, forward_s=forward, backward_s=backward, weight_s=weight
     )
     result = followed(schedule, times)
-    given = (ranks, placement.num_chunks, microbatches, forward, backward, weight)
-    expected = STEPS[name](*given)
+    sizes = (ranks, placement.num_chunks, microbatches, forward, backward, weight)
+    expected = STEPS[name](*sizes)
     assert result.makespan_s == pytest.approx(expected, rel=1e-12)
     work = microbatches * placement.num_chunks * (forward + backward + weight)
     assert result.bubble_fraction == pytest.approx([1 - work / expected] * ranks)
@@ -235,10 +235,10 @@ def test_varuna_is_never_slower_than_gpipe(ranks: int, microbatches: int) -> Non
         backward_s=(2.0,) * ranks,
         recompute_s=(1.0,) * (ranks - 1) + (0.0,),
     )
-    ours, theirs = (
+    varuna, gpipe = (
         followed(made(name, ranks, microbatches, chunks=1), times) for name in ("varuna", "gpipe")
     )
-    assert ours.makespan_s <= theirs.makespan_s
+    assert varuna.makespan_s <= gpipe.makespan_s
 
 
 LOOP = Placement(num_ranks=4, num_chunks=2)

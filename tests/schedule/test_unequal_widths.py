@@ -33,7 +33,7 @@ def step(
     name: str, widths: Widths, microbatches: int, delay: float = 0.25, cap: float | None = None
 ) -> SimResult:
     stages = widths.num_stages
-    # As balanced as layers can be: a stage of twice the width has twice the work.
+    # Layers are balanced: a stage of twice the width has twice the work.
     return simulate(
         name,
         widths,
@@ -78,13 +78,13 @@ def test_every_step_ends(name: str, rounds: int) -> None:
         result = step(name, widths, rounds * widths.round_size)
         for rank, order in enumerate(result.orders):
             stage, _ = widths.place_of(rank)
-            own = widths.own_microbatches(stage, rounds * widths.round_size)
-            assert len(order) == 2 * own
-            assert result.peak_units[rank] <= own
+            microbatches = widths.own_microbatches(stage, rounds * widths.round_size)
+            assert len(order) == 2 * microbatches
+            assert result.peak_units[rank] <= microbatches
             if name == "1f1b":
                 assert result.peak_units[rank] <= widths.warmup(stage) + 1
             if name == "adaptive":
-                assert result.peak_units[rank] <= default_cap(widths, stage, own)
+                assert result.peak_units[rank] <= default_cap(widths, stage, microbatches)
 
 
 def test_the_least_cap_is_enough() -> None:

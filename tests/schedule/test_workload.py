@@ -36,17 +36,17 @@ def test_factors_have_mean_one_and_microbatches_share_theirs() -> None:
     durations = draw(TWO, 20000, TIMES, seed=3, microbatch_sigma=0.5).durations_ps / PS
     assert durations[0, 0].mean() == pytest.approx(1.0, rel=0.02)
     assert np.allclose(durations[1], 2 * durations[0], atol=1e-9)
-    own = draw(TWO, 20000, TIMES, seed=3, action_sigma=0.5).durations_ps / PS
-    assert own[1].mean() == pytest.approx(2.0, rel=0.02)
-    assert abs(np.corrcoef(own[0, 0], own[1, 0])[0, 1]) < 0.05
+    noisy = draw(TWO, 20000, TIMES, seed=3, action_sigma=0.5).durations_ps / PS
+    assert noisy[1].mean() == pytest.approx(2.0, rel=0.02)
+    assert abs(np.corrcoef(noisy[0, 0], noisy[1, 0])[0, 1]) < 0.05
 
 
 def test_a_seed_and_one_sigma_do_not_change_the_other_draws() -> None:
-    one = draw(TWO, 5, TIMES, link=Link(latency_s=1.0), seed=1, latency_sigma=0.4)
+    delayed = draw(TWO, 5, TIMES, link=Link(latency_s=1.0), seed=1, latency_sigma=0.4)
     both = draw(
         TWO, 5, TIMES, link=Link(latency_s=1.0), seed=1, latency_sigma=0.4, action_sigma=0.2
     )
-    assert one.delays_ps.tolist() == both.delays_ps.tolist()
+    assert delayed.delays_ps.tolist() == both.delays_ps.tolist()
 
 
 def test_a_message_waits_for_its_link() -> None:
@@ -157,7 +157,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_microbatches_are_taken_in_the_middle() -> None:
-    assert [(5, 1, 4, 2, 3, 6)[at] for at in order_by_cost([5, 1, 4, 2, 3, 6], 2)] == [
+    assert [(5, 1, 4, 2, 3, 6)[index] for index in order_by_cost([5, 1, 4, 2, 3, 6], 2)] == [
         *(1, 3, 5),
         *(6, 4, 2),
     ]

@@ -176,11 +176,11 @@ def _status_s(checkpoints: Path) -> float:
 class _Program:
     """A process of this file, and the lines that it prints with their times."""
 
-    def __init__(self, *words: object) -> None:
-        self.words = words
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, words)],
+            [sys.executable, __file__, *map(str, arguments)],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -213,14 +213,14 @@ class _Program:
                     return line if line.startswith("{") else at_s
             time.sleep(0.02)
         said = "".join(line for _, line in self.lines[-3:])
-        raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
+        raise RuntimeError(f"no {pattern} of {self.arguments[0]} in {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
         """Waits for this number of names in the output; returns the arrival time of each."""
         times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(times) < count and time.monotonic() < end_s:
-            times = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
+            times = {m[1]: time_s for time_s, line in self.lines for m in pattern.finditer(line)}
             time.sleep(0.1)
         return times
 
@@ -252,8 +252,8 @@ class LightAgent(Agent):
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
     ) -> None:
-        place = {key: owner[key] for key in ("address", "port", "secret")}
-        super().__init__(name=name, slots=1, work=work, keeper=keeper, **place)
+        endpoint = {key: owner[key] for key in ("address", "port", "secret")}
+        super().__init__(name=name, slots=1, work=work, keeper=keeper, **endpoint)
         self._ranks: set[str] = set()
         self.is_silent = False
         self.joined = asyncio.Event()
@@ -317,8 +317,8 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     keeper = SnapshotKeeper("127.0.0.1")
     work = NodeWork(script="", arguments=(), checkpoints=str(checkpoints))
     agents = {
-        f"n{at}": LightAgent(name=f"n{at}", owner=owner, work=work, keeper=keeper)
-        for at in range(first, end)
+        f"n{index}": LightAgent(name=f"n{index}", owner=owner, work=work, keeper=keeper)
+        for index in range(first, end)
     }
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -330,13 +330,13 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     try:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
         done, _ = await asyncio.wait([joined, *serving], return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            await one  # raises if the agent was refused
+        for finished in done:
+            await finished  # raises if the agent was refused
         _print(joined=time.monotonic())
         async for line in reader:
-            for what, name in json.loads(line).items():
+            for event, name in json.loads(line).items():
                 if name in agents:
-                    agents[name].lose(silently=what == "silence")
+                    agents[name].lose(silently=event == "silence")
     finally:
         for task in serving:
             task.cancel()

@@ -174,15 +174,15 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     saved = draw.choice(every)
     steps = saved.steps.steps()
     folder = steps[saved.step]
-    files = [one for one in sorted(folder.iterdir()) if one.stat().st_size]
+    files = [file for file in sorted(folder.iterdir()) if file.stat().st_size]
     # Half of the damages hit all files alike, half hit them in proportion to their size.
-    sizes = [one.stat().st_size for one in files]
+    sizes = [file.stat().st_size for file in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
     if kind == "swapped":
         others = [other / path.name for other in steps.values()]
-        others = [one for one in [*files, *others] if one.exists()]
-        others = [one for one in others if one.read_bytes() != before[path]]
+        others = [file for file in [*files, *others] if file.exists()]
+        others = [file for file in others if file.read_bytes() != before[path]]
         other = draw.choice(others)
         before[other] = other.read_bytes()
         path.write_bytes(before[other])
@@ -194,8 +194,8 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     try:
         yield saved, names, f"{folder}/{path.name} {description}"
     finally:
-        for one, content in before.items():
-            one.write_bytes(content)
+        for file, content in before.items():
+            file.write_bytes(content)
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> str:
@@ -263,8 +263,8 @@ def _load_all(path: Path) -> None:
     accelerator.install()
     accelerator.quiet_libraries()
     order = json.loads(path.read_text())
-    every = [Saved(**one) for one in order["saved"]]
-    kind = [one for one in every if one.is_pipeline == order["is_pipeline"]]
+    every = [Saved(**checkpoint) for checkpoint in order["saved"]]
+    kind = [checkpoint for checkpoint in every if checkpoint.is_pipeline == order["is_pipeline"]]
     loader = _PipelineLoader() if order["is_pipeline"] else _TrainerLoader()
     loader.load(kind[0])
     loads = []
@@ -281,8 +281,8 @@ def _load_all(path: Path) -> None:
             loads.append({"seed": number, "error": error, "is_changed": is_changed})
             if is_changed or not error:
                 loader.load(kind[0])
-    for one in kind:
-        loader.load(one)
+    for checkpoint in kind:
+        loader.load(checkpoint)
     loader.close()
     path.write_text(json.dumps(loads))
 
@@ -298,7 +298,7 @@ class _TrainerLoader:
         assert progress.iteration == saved.step
 
     def weights(self) -> int:
-        return _sum_of(one for chunk in self._rank.chunks for one in chunk.parameters())
+        return _sum_of(parameter for chunk in self._rank.chunks for parameter in chunk.parameters())
 
 
 class _PipelineLoader:

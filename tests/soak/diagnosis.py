@@ -122,9 +122,9 @@ def of_repairs(options: argparse.Namespace) -> Result:
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(
-        f"{repair.what.strip(': ')} ({repair.job}): {1e3 * repair.before_s:.0f} ms, predicted "
-        f"{1e3 * repair.predicted_s:.0f}, real {1e3 * repair.real_s:.0f}"
-        for repair in done
+        f"{run.repair.strip(': ')} ({run.job}): {1e3 * run.before_s:.0f} ms, predicted "
+        f"{1e3 * run.predicted_s:.0f}, real {1e3 * run.real_s:.0f}"
+        for run in done
     )
     rows = [
         measured(

@@ -55,9 +55,9 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         fault = self.fault
-        is_due = number // SAMPLES + 1 == fault.given["iteration"]
+        is_due = number // SAMPLES + 1 == fault.settings["iteration"]
         if fault.kind == "reader" and fault.is_here and is_due:
-            read_for_ever(fault.given["folder"])
+            read_for_ever(fault.settings["folder"])
         return torch.full((WIDTH,), number / self.count)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     fault = Fault(json.loads(os.environ["HANG"]))
     fault.put()
     torch.manual_seed(1)
-    ranks, stages, _ = fault.given["shape"]
+    ranks, stages, _ = fault.settings["shape"]
     with Pipeline(
         Tower(2 * stages),
         {"x": torch.zeros(SAMPLES, WIDTH)},
@@ -84,7 +84,7 @@ def main() -> None:
             fault.begins(number)
             if fault.pauses is not None:
                 fault.pauses.begins(number)
-                if number % fault.given["iteration"] == 0:
+                if number % fault.settings["iteration"] == 0:
                     pipeline.save(f"{sys.argv[1]}/saved", keep=1)
                     for _ in range(3):
                         pipeline.eval({"x": batch})

@@ -37,21 +37,21 @@ class Fault:
     """Makes this rank hang, if it is the chosen one.
 
     Args:
-        given: Content of ``HANG``.
+        settings: Content of ``HANG``.
     """
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        self.kind = given["kind"]
-        self.is_here = int(os.environ["RANK"]) == given["rank"]
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.kind = settings["kind"]
+        self.is_here = int(os.environ["RANK"]) == settings["rank"]
         self.is_due = self.is_past = False
-        self.pauses = Pauses(given) if given["kind"] == "quiet" else None
+        self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
         """Records that a step begins."""
-        time.sleep(self.given.get("step_s", 0.0))
-        self.is_due = iteration == self.given["iteration"]
-        self.is_past = iteration >= self.given["iteration"]
+        time.sleep(self.settings.get("step_s", 0.0))
+        self.is_due = iteration == self.settings["iteration"]
+        self.is_past = iteration >= self.settings["iteration"]
         if self.kind == "collective" and self.is_due:
             if self.is_here:
                 wander()
@@ -59,8 +59,8 @@ class Fault:
 
     def put(self) -> None:
         """Replaces functions of the trainer, so that the hang begins at its time."""
-        if self.given["machines"] > 1:
-            split_machines(self.given["machines"])
+        if self.settings["machines"] > 1:
+            split_machines(self.settings["machines"])
         train, perform, fetch = Step.train, Executor._perform, MicrobatchLoader._fetch
 
         def stepping(step: Step, microbatches: Any, count: int, iteration: int, *more: Any) -> Any:
@@ -73,13 +73,13 @@ class Fault:
             if self.is_due and self.is_here:
                 if self.kind == "network":
                     executor._transport.send = lambda *_: None  # type: ignore
-                elif len(executor._launched) == self.given["action"]:
+                elif len(executor._launched) == self.settings["action"]:
                     self.hang()
             perform(executor, *more)
 
         def fetching(loader: MicrobatchLoader, block: int) -> Any:
             if self.kind == "reader" and self.is_due and self.is_here:
-                read_for_ever(self.given["folder"])
+                read_for_ever(self.settings["folder"])
             return fetch(loader, block)
 
         if self.pauses is not None:
@@ -97,7 +97,7 @@ class Fault:
 
             def sync(file: int) -> None:
                 if self.is_due or (self.is_past and self.kind == "disk behind"):
-                    read_for_ever(self.given["folder"])
+                    read_for_ever(self.settings["folder"])
 
             os.fsync = sync
 
@@ -122,13 +122,13 @@ class Pauses:
     All ranks draw the same pauses; in most of them, one is busy and the others wait for it.
 
     Args:
-        given: Content of ``HANG``, whose ``rank`` is the seed.
+        settings: Content of ``HANG``, whose ``rank`` is the seed.
     """
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.draw = random.Random(given["rank"])
-        self.limit_s, self.folder = given["after_s"], Path(given["folder"])
-        self.may_rest = given["program"] == "pipeline"
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.draw = random.Random(settings["rank"])
+        self.limit_s, self.folder = settings["after_s"], Path(settings["folder"])
+        self.may_rest = settings["program"] == "pipeline"
         self.rank = int(os.environ["RANK"])
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 

@@ -251,7 +251,11 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
         beside: Number of hanging jobs at a time.
     """
     kept = _Kept(folder / "hangs.jsonl")
-    left = [one for one in enumerate(cases(count, seed)) if f"{seed}/{one[0]}" not in kept.rows]
+    left = [
+        outcomes
+        for outcomes in enumerate(cases(count, seed))
+        if f"{seed}/{outcomes[0]}" not in kept.rows
+    ]
     servers = threading.local()
 
     def hang(numbered: tuple[int, Case]) -> None:
@@ -280,7 +284,10 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
             least=True,
             note=one_line("; ".join(wrong)),
         ),
-        *(Row(what=f"of {len(one)}: {kind}", value=sum(one)) for kind, one in kinds.items()),
+        *(
+            Row(what=f"of {len(outcomes)}: {kind}", value=sum(outcomes))
+            for kind, outcomes in kinds.items()
+        ),
         Row(what="of them later than the limit + 15 s", value=sum(w > 15 for w in waits), goal=0),
         Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
         Row(
@@ -356,7 +363,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             time.sleep(1.0)  # starts take processor time, so they come one by one
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
-            server.wait([key for one in started for key in one[2].keys], min(left_s, 1.0))
+            server.wait([key for entry in started for key in entry[2].keys], min(left_s, 1.0))
             time.sleep(0.5)
         now_s = time.monotonic()
         for case, work, job, since_s in started:

@@ -264,26 +264,26 @@ class Outcome:
     """Describes a signal and the end of the job.
 
     Attributes:
-        what: Kind of job, signal, role, and moment.
+        description: Kind of job, signal, role, and moment.
         faults: Sentences about everything that is wrong.
         status: Exit status of the job.
         steps: Number of steps that the job took.
     """
 
-    what: str
+    description: str
     faults: list[str]
     status: int | None
     steps: int
 
 
-def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -> list[Outcome]:
+def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
     """Runs jobs of a chain, one signal each, and a last one that is only asked to end.
 
     Args:
         chain: Chain with an empty folder.
         seed: Seed of all that is random.
         hits: Number of signals.
-        tell: Function that takes a line of a report.
+        report: Function that takes a line of a report.
     """
     draw = random.Random(seed)
     (chain.folder / "reference").mkdir(parents=True)
@@ -306,24 +306,26 @@ def run_chain(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -
         for step, loss in done:
             losses.setdefault(step, set()).add(loss)
         outcomes.append(outcome)
-        tell(f"{outcome.what}: status {outcome.status}, {outcome.steps} steps, from {before}")
+        report(
+            f"{outcome.description}: status {outcome.status}, {outcome.steps} steps, from {before}"
+        )
         for fault in outcome.faults:
-            tell(f"    FAULT {fault}")
+            report(f"    FAULT {fault}")
     if losses:
         outcomes[-1].faults += _unlike(chain, losses)
         for fault in outcomes[-1].faults:
-            tell(f"    FAULT {fault}")
+            report(f"    FAULT {fault}")
     return outcomes
 
 
-def run_chains(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) -> list[Outcome]:
+def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
     """Runs as many chains as a number of signals takes, each in a subfolder.
 
     Args:
         chain: Settings of the chains, with an empty folder.
         seed: Seed of the first chain; each further one has the next.
         hits: Number of signals in all chains together.
-        tell: Function that takes a line of a report.
+        report: Function that takes a line of a report.
     """
     outcomes: list[Outcome] = []
     for number, first in enumerate(range(0, hits, HITS_OF_A_CHAIN)):
@@ -333,7 +335,7 @@ def run_chains(chain: Chain, seed: int, hits: int, tell: Callable[[str], None]) 
             is_async=chain.is_async,
             is_fresh=chain.is_fresh,
         )
-        outcomes += run_chain(part, seed + number, min(HITS_OF_A_CHAIN, hits - first), tell)
+        outcomes += run_chain(part, seed + number, min(HITS_OF_A_CHAIN, hits - first), report)
     return outcomes
 
 
@@ -420,7 +422,7 @@ def _judge(
         and chain.newest_whole() != done[-1][0]
     ):
         faults.append(f"did step {done[-1][0]}, but saved {chain.newest_whole()}")
-    return Outcome(what=description, faults=faults, status=status, steps=len(done))
+    return Outcome(description=description, faults=faults, status=status, steps=len(done))
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
@@ -459,7 +461,7 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
     for kind in KINDS:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
         outcomes += run_chains(chain, seed, hits, partial(print, flush=True))
-    wrong = [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
+    wrong = [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
     title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
     row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
     return Result(rows=[row], facts={"interrupts": wrong})

@@ -34,9 +34,9 @@ def slow_down(seconds: float) -> None:
     Step.train = slow  # type: ignore[method-assign]
 
 
-def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
+def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
     """Loads checkpoints into one model; exits with a message if one has wrong content."""
-    rank = GptRank(words)
+    rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:
         progress = rank.load(ckpt_step=iteration)

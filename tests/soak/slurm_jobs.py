@@ -29,12 +29,11 @@ from megatron.adaptive.cluster.conf import LaunchConf, load_conf
 from megatron.adaptive.cluster.node_processes import trainer_flags
 from tests.labs import slurm_lab
 from tests.labs.slurm_lab import Kind, Lab
-from tests.multiprocess.launch import ROOT, kill_tree, start
+from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
 """Seconds after the end of a job from which its processes count as orphans."""
-PORT = 29711
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -132,11 +131,12 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
     launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
     launcher += ["CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "torch.distributed.run"]
     launcher += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.66.0.11"]
+    launcher += [f"--master-port={free_port()}"]
     begin_s = time.perf_counter()
     started = []
     try:
         for rank, name in enumerate(("n1", "n2")):
-            node = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
+            node = [f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
             command = [*lab.enter(name, str(ROOT)), *launcher, *node, *trainer_flags(conf, folder)]
             started.append(start(command, folder / f"{name}.out", lab.variables))
         until(lambda: has_iterated(folder), "iteration")

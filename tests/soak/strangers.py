@@ -163,10 +163,10 @@ class Crowd:
         seed: Seed of the visits.
     """
 
-    def __init__(self, place: Place, seed: int) -> None:
-        self._place = place
+    def __init__(self, service: Place, seed: int) -> None:
+        self._service = service
         self._draw = random.Random(seed)
-        self._visits = place.says(random.Random(seed + 1))
+        self._visits = service.says(random.Random(seed + 1))
         self._open: deque[tuple[socket.socket, Visit]] = deque()
         self._held: list[socket.socket] = []
         self.said = self.unheard = 0
@@ -181,19 +181,19 @@ class Crowd:
         visited = 0
         while self.said < messages and not is_over():
             visited += 1
-            if visited % 8 == 0 and self._place.port:
+            if visited % 8 == 0 and self._service.port:
                 self._hold()
             with contextlib.suppress(OSError):
                 visit = next(self._visits)
-                one = self._connect()
-                self._open.append((one, visit))
-                self._say(one, visit.first, is_last=visit.then is None)
+                connection = self._connect()
+                self._open.append((connection, visit))
+                self._say(connection, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
         while self._open and not is_over():  # the listener may accept nobody any more
             self._finish(*self._open.popleft())
-        for one in [*self._held, *(one for one, _ in self._open)]:
-            one.close()
+        for connection in [*self._held, *(connection for connection, _ in self._open)]:
+            connection.close()
 
     def _hold(self) -> None:
         """Sends a byte now and then on idle connections, and replaces those that ended."""
@@ -208,7 +208,7 @@ class Crowd:
             self._held.append(self._connect())
 
     def _connect(self) -> socket.socket:
-        listener = self._place
+        listener = self._service
         if not listener.port:
             connection = socket.socket(socket.AF_UNIX, listener.kind)
             connection.settimeout(_END_S)
@@ -271,17 +271,17 @@ def crowds(
     context = multiprocessing.get_context("fork")
     over, counts = context.Event(), context.SimpleQueue()
     talking = []
-    for number, place in enumerate(places):
-        arguments = (place, messages, seed + 10 * number, counts, over.is_set)
+    for number, service in enumerate(places):
+        arguments = (service, messages, seed + 10 * number, counts, over.is_set)
         talking.append(context.Process(target=_speak, args=arguments, daemon=True))
         talking[-1].start()
     try:
         yield talking
         over.set()
-        for place, process in zip(places, talking, strict=True):
+        for service, process in zip(places, talking, strict=True):
             process.join(LIMIT_S)
             if process.is_alive():
-                raise RuntimeError(f"the strangers at {place.name} came to no end")
+                raise RuntimeError(f"the strangers at {service.name} came to no end")
     finally:
         for process in talking:
             process.kill()
@@ -295,17 +295,17 @@ def crowds(
 
 
 def _speak(
-    place: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
+    service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
     """Runs the process of a crowd."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if place.unix:
+    if service.unix:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    crowd, begun_s = Crowd(place, seed), time.monotonic()
+    crowd, begun_s = Crowd(service, seed), time.monotonic()
     crowd.speak(messages, is_over)
-    counts.put((place.name, crowd.said, crowd.unheard, time.monotonic() - begun_s))
+    counts.put((service.name, crowd.said, crowd.unheard, time.monotonic() - begun_s))
     os._exit(0)
 
 
@@ -490,8 +490,8 @@ def _elastic(
 def _complaints(said: str, most: int) -> list[str]:
     """Returns what a job printed about strangers that it should not have."""
     warnings = [line for line in said.splitlines() if "is not of this job and was refused" in line]
-    found = ["a traceback"] if "Traceback" in said else []
-    return found + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
+    complaints = ["a traceback"] if "Traceback" in said else []
+    return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
 
 
 @contextlib.contextmanager
@@ -524,15 +524,15 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
             """Starts the worker while strangers talk, and waits until the nodes have met."""
             end_s = time.monotonic() + LIMIT_S
             command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
-            with crowds([place], 10**9, seed + 1):
+            with crowds([service], 10**9, seed + 1):
                 worker = _started(work / "worker.txt", *command, **variables)
                 nodes[work / "worker.txt"] = stack.enter_context(worker)
                 while waiting.exists() and time.monotonic() < end_s:
                     time.sleep(0.02)
 
-        place = Place(name="master of pods", port=port)
+        service = Place(name="master of pods", port=port)
         is_over = lambda: master.poll() is not None  # noqa: E731
-        _talk([place], messages, limit_s, seed, result, is_over, join)
+        _talk([service], messages, limit_s, seed, result, is_over, join)
         for log, node in nodes.items():
             if status := node.wait(LIMIT_S):
                 result["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
@@ -553,8 +553,8 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
                 if check.state == "error":
                     result["ends"].append(f"doctor: {check.text}")
 
-        place = Place(name="doctor", port=port)
-        _talk([place], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
+        service = Place(name="doctor", port=port)
+        _talk([service], messages, limit_s, seed, result, lambda: doctor.poll() is not None, come)
         doctor.wait(LIMIT_S)  # its exit status depends on the machine
         said = log.read_text()
         result["effects"] += _complaints(said, 0)
@@ -570,12 +570,12 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str
     low, high = (module.Node(rank, token, 1, 2) for rank in range(2))
     former = set(_unix_names(socket.SOCK_STREAM, [os.getpid()]))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
-    place = Place(name=f"ranks over {kind}", says=hellos)
+    service = Place(name=f"ranks over {kind}", says=hellos)
     if kind == "shm":
         (unix,) = {*_unix_names(socket.SOCK_STREAM, [os.getpid()])} - former
-        place = dataclasses.replace(place, unix=unix)
+        service = dataclasses.replace(service, unix=unix)
     else:
-        place = dataclasses.replace(place, port=int(address.rpartition(":")[2]))
+        service = dataclasses.replace(service, port=int(address.rpartition(":")[2]))
     options = {"slot_bytes": 4096, "slots": 8}
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(high.open, kind, 0, "", limit_s + LIMIT_S, **options)
@@ -587,10 +587,10 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str
             except Exception as error:
                 result["ends"].append(f"ranks over {kind}: {error}")
 
-        _talk([place], messages, limit_s, seed, result, waiting.done, come)
-        closing = [pool.submit(one.close, 10.0) for one in (low, high)]
-        for one in closing:
-            one.result(LIMIT_S)
+        _talk([service], messages, limit_s, seed, result, waiting.done, come)
+        closing = [pool.submit(transport.close, 10.0) for transport in (low, high)]
+        for transport in closing:
+            transport.result(LIMIT_S)
 
 
 def _is_open(port: int) -> bool:

@@ -19,14 +19,14 @@ needs_extension = pytest.mark.skipif(
 
 
 def test_kills_count_wrong_errors_slow_survivors_and_what_is_left() -> None:
-    told = {"raised": "PeerLostError", "seconds": 0.5, "text": ""}
-    good = {"victim": 1, "outcomes": {"0": told, "2": told}, "left": []}
+    outcome = {"raised": "PeerLostError", "seconds": 0.5, "text": ""}
+    good = {"victim": 1, "outcomes": {"0": outcome, "2": outcome}, "left": []}
     rows = killed_ranks.rows_of({"trials": [good], "litter": []}, "kills")
     assert [(row.value, row.met) for row in rows] == [(0, True), (0.5, True), (0, True)]
     slow = {"raised": "DeadlineError", "seconds": 6.0, "text": "waited"}
     bad = {"victim": 0, "outcomes": {"1": slow, "2": {"raised": "x", "seconds": None}}, "left": []}
-    found = {"trials": [good, bad, {"failed": "hung"}], "litter": ["/dev/shm/x"]}
-    rows = killed_ranks.rows_of(found, "kills")
+    report = {"trials": [good, bad, {"failed": "hung"}], "litter": ["/dev/shm/x"]}
+    rows = killed_ranks.rows_of(report, "kills")
     assert [(row.value, row.met) for row in rows] == [(2, False), (6.0, False), (1, False)]
     assert "hung" in rows[0].note
     assert "/dev/shm/x" in rows[2].note

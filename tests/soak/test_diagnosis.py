@@ -44,16 +44,16 @@ def test_rates_and_goals() -> None:
     def outcome(group: str, right: bool) -> Outcome:
         return Outcome(group, "", (), right, 0, {"number": 1})
 
-    found = [outcome("rank x2", True)] * 19 + [outcome("spikes", False)]
-    found += [outcome("rank x1.1", True)] * 3 + [outcome("rank x1.1", False)]
-    found += [outcome("quiet", True)] * 49 + [outcome("quiet", False)]
-    strong, weak, quiet = trace._rates("made-up", found)
+    outcomes = [outcome("rank x2", True)] * 19 + [outcome("spikes", False)]
+    outcomes += [outcome("rank x1.1", True)] * 3 + [outcome("rank x1.1", False)]
+    outcomes += [outcome("quiet", True)] * 49 + [outcome("quiet", False)]
+    strong, weak, quiet = trace._rates("made-up", outcomes)
     assert (strong.value, strong.met) == (0.95, True)
     assert (weak.value, weak.met) == (0.75, False)
     assert (quiet.value, quiet.met) == (0.02, True)
 
 
 def test_a_few_runs_end_to_end() -> None:
-    found = list(cases.outcomes(2, 0, ["rank x2", "link delay"]))
-    assert [o.group for o in found] == ["rank x2"] * 2 + ["link delay"] * 2
-    assert all(o.right for o in found), found
+    outcomes = list(cases.outcomes(2, 0, ["rank x2", "link delay"]))
+    assert [o.group for o in outcomes] == ["rank x2"] * 2 + ["link delay"] * 2
+    assert all(o.right for o in outcomes), outcomes

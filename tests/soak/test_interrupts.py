@@ -17,7 +17,7 @@ HITS = int(os.environ.get("INTERRUPTS", "3"))
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:
     """Returns what is not as it should be, with the signal before it."""
     outcomes = run_chains(chain, seed, hits, print)
-    return [f"{outcome.what}: {fault}" for outcome in outcomes for fault in outcome.faults]
+    return [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
 
 
 @pytest.mark.timeout(280)

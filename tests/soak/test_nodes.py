@@ -21,21 +21,21 @@ LOSSES = {iteration: 5 - iteration / 100 for iteration in range(1, 41)}
 Lines = list[dict[str, Any]]
 
 
-def told(start: int, stop: int, at: int) -> Lines:
+def told(start: int, stop: int, second: int) -> Lines:
     """What an epoch writes."""
-    lines: Lines = [{"total_iterations": 99, "start_iteration": start, "unix_ns": at * 10**9}]
+    lines: Lines = [{"total_iterations": 99, "start_iteration": start, "unix_ns": second * 10**9}]
     for iteration in range(start + 1, stop + 1):
-        at += 1
+        second += 1
         lines.append(
             {
                 "iteration": iteration,
                 "consumed_samples": 4 * iteration,
                 "loss": LOSSES[iteration],
-                "unix_ns": at * 10**9,
+                "unix_ns": second * 10**9,
             }
         )
         if iteration % 10 == 0:
-            lines.append({"saved": iteration, "seconds": 0.1, "unix_ns": at * 10**9 + 1})
+            lines.append({"saved": iteration, "seconds": 0.1, "unix_ns": second * 10**9 + 1})
     return lines
 
 
@@ -48,8 +48,8 @@ def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> l
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         record.refresh()
         record.refresh()  # reads nothing twice
-    found, _ = faults(record.epochs, printed or [], LOSSES, first=11, batch=4, tolerance=1e-5)
-    return found
+    broken, _ = faults(record.epochs, printed or [], LOSSES, first=11, batch=4, tolerance=1e-5)
+    return broken
 
 
 def test_a_sound_job_has_no_faults(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_the_log_has_what_a_full_disk_did_not_take(tmp_path: Path) -> None:
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     if reason := why_not():
         pytest.skip(reason)
-    found = Nodes(tmp_path, (1, 1), 1 << 20)
-    yield found
-    found.close()
+    made = Nodes(tmp_path, (1, 1), 1 << 20)
+    yield made
+    made.close()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -114,7 +114,7 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
     until(lambda: second.status is not None)
     assert second.status == 7
     assert not second.is_running
-    (left,) = second.processes()  # what it started is seen, and can be ended
+    (left,) = second.processes()  # its child process is seen, and can be ended
     until(first.processes)
     (process,) = first.processes()
     send([process], signal.SIGSTOP)
@@ -124,8 +124,8 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
 
     def reaches() -> bool:
         connect = f"exec 3<>/dev/tcp/{second.address}/9"
-        words = ["ip", "netns", "exec", first.space, "timeout", "1", "bash", "-c", connect]
-        return "refused" in subprocess.run(words, capture_output=True, text=True).stderr
+        command = ["ip", "netns", "exec", first.space, "timeout", "1", "bash", "-c", connect]
+        return "refused" in subprocess.run(command, capture_output=True, text=True).stderr
 
     until(reaches)
     for silently in (True, False):

@@ -54,7 +54,10 @@ def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
     """Exchanges of a clock that is ``offset_ns`` behind the reference's, 20 us each way."""
     return ClockSamples(
         0,
-        tuple((at, at + offset_ns + 20_000, at + offset_ns + 30_000, at + 50_000) for at in at_ns),
+        tuple(
+            (sent_ns, sent_ns + offset_ns + 20_000, sent_ns + offset_ns + 30_000, sent_ns + 50_000)
+            for sent_ns in at_ns
+        ),
     )
 
 
@@ -90,8 +93,8 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
     assert first == pytest.approx(UNIX + 3600 * 10**9 + 10**9 + 300, abs=2)
 
 
-def conversation(folder: Path, error_ns: int, *at: int) -> RunTrace:
-    """F goes from rank 0 to 1, B back; ``at`` has its starts: sent, arrived, sent, arrived.
+def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
+    """F goes from rank 0 to 1, B back; ``starts`` has its starts: sent, arrived, sent, arrived.
 
     The time of day of rank 1 is wrong by ``error_ns``.
     """
@@ -99,7 +102,7 @@ def conversation(folder: Path, error_ns: int, *at: int) -> RunTrace:
     for rank in range(2):
         spans = [
             Span(kind, 0, 0, start, start + 10, 1, peer=1 - rank, of=of, reason="seen")
-            for (kind, owner, of), start in zip(kinds, at, strict=True)
+            for (kind, owner, of), start in zip(kinds, starts, strict=True)
             if owner == rank
         ]
         header = on_host(make_header(rank), "ab"[rank], 0, UNIX + rank * error_ns)

@@ -92,11 +92,11 @@ def test_without_the_kernels_stamps_the_threads_own_do(monkeypatch: pytest.Monke
 def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> None:
     places: list[Any] = []
 
-    def gather(mine: Any) -> list[Any]:
+    def gather(value: Any) -> list[Any]:
         """What the ranks gave: their clocks, then the place of the server, which rank 0 gives."""
-        if isinstance(mine, str):
+        if isinstance(value, str):
             return list(clocks)
-        places.append(mine)
+        places.append(value)
         return places
 
     came = {rank: threading.Event() for rank in asking}

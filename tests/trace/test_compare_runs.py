@@ -146,7 +146,7 @@ def test_a_limit_that_is_no_share_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
         ({"num_ranks": 2}, "compare runs of the same shape"),
         ({"num_ranks": 4, "layers": 8}, "compare runs of the same shape"),
@@ -155,7 +155,7 @@ def test_a_limit_that_is_no_share_is_refused(tmp_path: Path) -> None:
     ids=["ranks", "layers", "iterations"],
 )
 def test_runs_that_cannot_be_compared_are_refused(
-    tmp_path: Path, other: dict[str, Any], words: str
+    tmp_path: Path, other: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TraceError, match=words):
+    with pytest.raises(TraceError, match=message):
         compared(tmp_path, {"num_ranks": 4}, other)

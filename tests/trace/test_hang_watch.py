@@ -29,8 +29,8 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
     """A rank that waits for messages, where nothing else is given."""
     now = {"doing": "wait", "iteration": 3, "step": 2, "needs": needs, "finished": {}}
     now |= more.pop("now", {})
-    given = {"name": f"rank {rank} (stage {rank})", "pid": 100 + rank, "frames": WAITS}
-    return RankEvidence(rank=rank, **{**given, "now": now, **more})
+    fields = {"name": f"rank {rank} (stage {rank})", "pid": 100 + rank, "frames": WAITS}
+    return RankEvidence(rank=rank, **{**fields, "now": now, **more})
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
@@ -66,18 +66,18 @@ def counts(**of: int) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_rank_at_the_end_of_the_waits(last: RankEvidence, cause: str, says: str) -> None:
-    found = find_culprit(chain(last))
-    assert (found.ranks, found.cause) == ((2,), cause)
-    assert says in f"{found.text}; {found.advice}"
-    assert "rank 2" in found.text
+    culprit = find_culprit(chain(last))
+    assert (culprit.ranks, culprit.cause) == ((2,), cause)
+    assert says in f"{culprit.text}; {culprit.advice}"
+    assert "rank 2" in culprit.text
 
 
 def test_who_has_not_entered_a_collective() -> None:
     ranks = [make_rank(r, frames=IN_COLLECTIVE, now=counts(dp=8, world=3)) for r in range(2)]
     ranks.append(make_rank(2, frames=COMPUTES, now=counts(dp=7, world=3)))
-    found = find_culprit(ranks)
-    assert (found.ranks, found.cause) == ((2,), "collective")
-    assert "collective 8 of the group of ranks 0 1 2, which it has not entered" in found.text
+    culprit = find_culprit(ranks)
+    assert (culprit.ranks, culprit.cause) == ((2,), "collective")
+    assert "collective 8 of the group of ranks 0 1 2, which it has not entered" in culprit.text
     # Nobody is behind: it is between them.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
@@ -89,19 +89,19 @@ def test_of_two_that_wait_for_nobody_the_one_that_more_wait_for() -> None:
 
 
 def test_a_message_that_was_sent_and_did_not_arrive() -> None:
-    found = find_culprit(
+    culprit = find_culprit(
         [
             make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 3}}),
             make_rank(1, needs=[[0, "F", 0, 1, "1"]], now={"finished": {"F0": 1}}),
         ]
     )
-    assert (found.ranks, found.cause) == ((0, 1), "network")
-    assert "the forward of microbatch 1, which rank 0" in found.text
+    assert (culprit.ranks, culprit.cause) == ((0, 1), "network")
+    assert "the forward of microbatch 1, which rank 0" in culprit.text
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Its wait for the optimizer's collective closes a circle, but is not what it is about."""
-    found = find_culprit(
+    """Its wait for the optimizer's collective closes a circle, but is not the cause."""
+    culprit = find_culprit(
         [
             make_rank(
                 0, needs=[[1, "B", 0, 0, "0"]], now={**counts(world=7), "doing": "wait", "step": 3}
@@ -109,19 +109,19 @@ def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
             make_rank(1, frames=IN_COLLECTIVE, now={**counts(world=8), "step": 4}),
         ]
     )
-    assert (found.ranks, found.cause) == ((1, 0), "network")
+    assert (culprit.ranks, culprit.cause) == ((1, 0), "network")
 
 
 def test_orders_that_contradict_each_other() -> None:
-    found = find_culprit(
+    culprit = find_culprit(
         [
             make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
             make_rank(1, needs=[[0, "F", 0, 1, "1"]], now={"finished": {"F0": 1}}),
         ]
     )
-    assert (found.ranks, found.cause) == ((0, 1), "deadlock")
-    assert "rank 1 waits for the forward of microbatch 1 of rank 0" in found.text
-    assert "--schedule-file" in found.advice
+    assert (culprit.ranks, culprit.cause) == ((0, 1), "deadlock")
+    assert "rank 1 waits for the forward of microbatch 1 of rank 0" in culprit.text
+    assert "--schedule-file" in culprit.advice
 
 
 def test_a_pause_between_steps_is_no_hang_unless_somebody_waits() -> None:
@@ -144,10 +144,10 @@ class TestStillness:
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
         """Looks at states at equal times; returns the stillness at the last."""
-        found = 0.0
+        still_s = 0.0
         for number, now in enumerate(nows):
-            found = still.look({0: now}, number * every_s, **moves)
-        return found
+            still_s = still.look({0: now}, number * every_s, **moves)
+        return still_s
 
     def test_steps_that_take_long_make_the_limit_longer(self) -> None:
         still = Stillness(None)
@@ -172,8 +172,8 @@ class TestStillness:
             (200, {"transfers": True}, 0.0),
             (200, {"computes": True}, 995.0),  # a rank that computes for ever is found in the end
         ):
-            found = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
-            assert found == expected
+            still_s = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
+            assert still_s == expected
 
     def test_the_first_steps_may_import_and_compile(self) -> None:
         now = {"iteration": 1, "in_step": True}
@@ -187,14 +187,14 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
     try:
-        before = [hang_watch._work(one.pid)[1] for one in busy]
+        before = [hang_watch._work(process.pid)[1] for process in busy]
         time.sleep(1.0)
-        spent_s = sum(hang_watch._work(one.pid)[1] for one in busy) - sum(before)
+        spent_s = sum(hang_watch._work(process.pid)[1] for process in busy) - sum(before)
     finally:
-        for one in busy:
-            one.kill()
-            one.wait()
-    assert spent_s > 1.5  # of a processor there was 1 s for both
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert spent_s > 1.5  # both shared 1 s of one processor
 
 
 def test_stacks_of_both_tools() -> None:
@@ -225,7 +225,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    now["unix_ns"] = time.time_ns() + 60 * 10**9  # it goes on writing
+    now["unix_ns"] = time.time_ns() + 60 * 10**9  # it still writes
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))
@@ -259,6 +259,6 @@ def test_the_process_ends_where_its_rank_ended_before_it_began(tmp_path: Path) -
     folder.mkdir()
     job = {"parent": rank.pid, "pids": {0: rank.pid}, "names": {0: "rank 0"}, "after_s": None}
     (folder / hang_watch.JOB_FILE).write_text(json.dumps({**job, "on_hang": "report"}))
-    words = [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)]
-    done = subprocess.run(words, capture_output=True, timeout=60, check=True)
+    command = [sys.executable, "-I", "-S", hang_watch.__file__, str(folder)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert (done.stderr, folder.exists()) == (b"", False)

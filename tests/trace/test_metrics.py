@@ -61,7 +61,7 @@ def test_figures_of_a_rank_by_hand() -> None:
 
 def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> None:
     spans = [Span("F", 0, 0, 0, 6, 1), Span("F", 0, 1, 2, 4, 1), Span("B", 0, 0, 5, 8, 1)]
-    spans += [Span("F", 0, 0, 3, 5, 2)]  # by a clock that was set back
+    spans += [Span("F", 0, 0, 3, 5, 2)]  # a clock was set back
     assert rank_figures(table_of(spans), 1).busy_ns.tolist() == [8, 2]
 
 
@@ -92,7 +92,7 @@ def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     assert figures.bubble_fraction[0].tolist() == pytest.approx([1 / 3] * 4)
     assert np.isnan(figures.bubble_fraction[1, 3])
     parts_ns = np.nan_to_num(figures.parts_ms) * 1e6
-    before, after = (parts_ns[..., list(PARTS).index(one)] for one in ("before", "after"))
+    before, after = (parts_ns[..., list(PARTS).index(part)] for part in ("before", "after"))
     assert before == pytest.approx(np.array([[0, 0, 10, 10], [0, 0, 10, 0]]))
     assert after == pytest.approx(np.array([[10, 10, 0, 0], [10, 0, 0, 0]]))
     # Waiting before the step begins is no part of it.
@@ -108,7 +108,7 @@ def test_handing_a_result_over_is_no_work() -> None:
         [
             Span("F", 0, 0, 0, 2_000_000, 1),
             Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
-            # On a device an action has its own times: what the host sends meanwhile is not of it.
+            # An action on a device has its own times, without messages that the host sends.
             Span("F", 0, 1, 3_000_000, 5_000_000, 1),
             Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
         ]
@@ -134,14 +134,14 @@ def test_bubbles_are_those_of_the_simulator(tmp_path: Path, run: SyntheticRun) -
     limit = 1e-5 if run.hosts == 1 else 5e-4
     assert np.abs(figures.bubble_fraction - truth.bubble_fraction).max() < limit
     idle = figures.bubble_fraction * figures.step_ns
-    known = 1e6 * figures.parts_ms[..., 1:-1].sum(axis=2)
+    attributed = 1e6 * figures.parts_ms[..., 1:-1].sum(axis=2)
     if run.hosts == 1:
-        assert known == pytest.approx(idle, abs=2000)
+        assert attributed == pytest.approx(idle, abs=2000)
 
 
-def assert_equal(one: RunFigures, other: RunFigures) -> None:
+def assert_equal(first: RunFigures, second: RunFigures) -> None:
     for name in RunFigures.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name), err_msg=name)
 
 
 def test_several_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +193,9 @@ def two_ranks(tmp_path: Path) -> Path:
 
 def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
     parts = run_figures(read_run(two_ranks)).parts_ms
-    found = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
+    measured = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
     nothing = dict.fromkeys(PARTS, 0.0)
-    assert found[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
+    assert measured[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
     # The wait for the first input is the time before the first action, not a wait besides.
-    assert found[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
+    assert measured[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
     assert np.allclose(parts.sum(axis=-1), 12)

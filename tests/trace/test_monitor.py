@@ -54,16 +54,16 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
     """An iteration of two microbatches; rank 1 waits for rank 0, which ``slow`` makes slower."""
-    at = 10**12 + iteration * 10**9
+    start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
-        recorder.begin_iteration(iteration, 2, start_ns=at)
-        begin = at + rank * 10**7
+        recorder.begin_iteration(iteration, 2, start_ns=start_ns)
+        begin = start_ns + rank * 10**7
         for microbatch in range(2):
             for kind in ("F", "B"):
                 end = begin + round(10**7 * (slow if rank == 0 else 1.0))
                 record(recorder, kind, 0, microbatch, begin, end, in_flight_bytes=1 << 20)
                 begin = end
-        record(recorder, "wait", 0, 0, at, at + rank * 10**7, of="F", reason="input")
+        record(recorder, "wait", 0, 0, start_ns, start_ns + rank * 10**7, of="F", reason="input")
         recorder.end_iteration()
 
 
@@ -120,12 +120,12 @@ def test_figures_are_those_of_the_whole_reader(tmp_path: Path) -> None:
     made = SyntheticRun(num_ranks=4, replicas=2, num_chunks=2, iterations=6, hosts=1)
     write_synthetic(tmp_path, made)
     figures = run_figures(read_run(tmp_path))
-    for place, rank in enumerate(LiveRun(tmp_path).refresh().ranks):
+    for index, rank in enumerate(LiveRun(tmp_path).refresh().ranks):
         assert rank.iteration == 6
         assert rank.busy is not None
-        usual = sorted(1 - figures.bubble_fraction[:, place])
+        usual = sorted(1 - figures.bubble_fraction[:, index])
         assert usual[0] <= rank.busy <= usual[-1]
-        assert rank.held_bytes == figures.peak_in_flight_bytes[-1, place]
+        assert rank.held_bytes == figures.peak_in_flight_bytes[-1, index]
 
 
 def test_only_what_is_new_is_read(tmp_path: Path, recorders: list[Recorder]) -> None:
@@ -133,8 +133,8 @@ def test_only_what_is_new_is_read(tmp_path: Path, recorders: list[Recorder]) -> 
     run = LiveRun(tmp_path)
     until(run, lambda s: bool(s.ranks) and s.ranks[0].iteration == 1)
     path = recorders[0].path
-    known = path.read_bytes()
-    path.write_bytes(b"x" * len(known))  # of the same length, so nothing there is new
+    read = path.read_bytes()
+    path.write_bytes(b"x" * len(read))  # the length is the same, so nothing is new
     os.utime(path)
     run_iteration(recorders, 2)
     snapshot = until(run, lambda s: s.ranks[0].iteration == 2)

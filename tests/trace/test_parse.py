@@ -60,5 +60,5 @@ def test_damaged_lines_are_named(line: bytes) -> None:
 
 def test_numbers_out_of_their_range_name_nothing() -> None:
     wild = [99, *ROW[1:10], 99, -7]
-    found = parse_spans(lines(wild), place)[0]
-    assert (found[0], found[10], found[11]) == (OTHER, -1, 0)
+    row = parse_spans(lines(wild), place)[0]
+    assert (row[0], row[10], row[11]) == (OTHER, -1, 0)

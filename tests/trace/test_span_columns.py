@@ -40,9 +40,9 @@ def test_pieces_are_distinguished() -> None:
     assert wait_before(table_of(rows)).tolist() == [0, 0, 5, 0]
 
 
-def end(kind: str, of: str, microbatch: int, peer: int, at: int, **more: object) -> Span:
+def end(kind: str, of: str, microbatch: int, peer: int, start_ns: int, **more: object) -> Span:
     values: dict[str, object] = {"bytes": 8, "peer": peer, "of": of, **more}
-    return Span(kind, 0, microbatch, at, at + 5, 1, **values)  # type: ignore[arg-type]
+    return Span(kind, 0, microbatch, start_ns, start_ns + 5, 1, **values)  # type: ignore[arg-type]
 
 
 def test_both_ends_of_each_message() -> None:
@@ -61,15 +61,15 @@ def test_both_ends_of_each_message() -> None:
                 end("receive", "F", 1, 4, 26, reason="seen"),
                 end("receive", "F", 0, 4, 17, reason="seen"),
                 end("send", "B", 0, 4, 60),
-                end("receive", "F", 5, 3, 40, reason="seen"),  # of a rank without a trace
+                end("receive", "F", 5, 3, 40, reason="seen"),  # rank 3 has no trace
             ]
         ),
     }
-    found = match_messages(tables)
-    assert len(found) == 3
+    messages = match_messages(tables)
+    assert len(messages) == 3
     rows = zip(
-        *(found.source, found.target, found.of, found.microbatch, found.sent_ns),
-        *(found.arrived_ns, found.taken_ns, found.seen),
+        *(messages.source, messages.target, messages.of, messages.microbatch, messages.sent_ns),
+        *(messages.arrived_ns, messages.taken_ns, messages.seen),
         strict=True,
     )
     assert [tuple(map(int, row)) for row in rows] == [
@@ -77,7 +77,7 @@ def test_both_ends_of_each_message() -> None:
         (4, 7, KIND["F"], 1, 20, 26, 31, 1),
         (4, 7, KIND["F"], 0, 10, 17, 22, 1),
     ]
-    assert found.bytes.tolist() == [8, 8, 8]
+    assert messages.bytes.tolist() == [8, 8, 8]
 
 
 def test_iterations_are_distinguished() -> None:
@@ -90,6 +90,6 @@ def test_iterations_are_distinguished() -> None:
         )
         for rank, kind in enumerate(("send", "receive"))
     }
-    found = match_messages(tables)
-    assert (found.arrived_ns - found.sent_ns).tolist() == [1, 1]
-    assert found.iteration.tolist() == [1, 2]
+    messages = match_messages(tables)
+    assert (messages.arrived_ns - messages.sent_ns).tolist() == [1, 1]
+    assert messages.iteration.tolist() == [1, 2]

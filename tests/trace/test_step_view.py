@@ -33,8 +33,8 @@ def test_waits_are_cut_to_the_step(tmp_path: Path) -> None:
     write_spans(tmp_path, make_header(1), spans)
     step = pipeline_step(read_run(tmp_path))
     assert step.waits[0] == ()
-    found = [(wait.start_ns, wait.end_ns, wait.of, wait.reason) for wait in step.waits[1]]
-    assert found == [(0, 10, "F", "input"), (25, 30, "B", "order")]
+    waits = [(wait.start_ns, wait.end_ns, wait.of, wait.reason) for wait in step.waits[1]]
+    assert waits == [(0, 10, "F", "input"), (25, 30, "B", "order")]
     assert (step.dp_rank, step.num_replicas) == (0, 1)
 
 

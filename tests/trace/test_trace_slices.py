@@ -108,8 +108,8 @@ def test_a_hang_report_names_microbatch_and_slice() -> None:
     # Backward 0 of the sender is of the last slice of microbatch 0.
     needs = {"doing": "wait", "step": 5, "needs": [[1, "B", 1, 0, "0.3"]], "finished": {}}
     waiting = RankEvidence(rank=0, name="rank 0", now=needs, frames=waits)
-    found = find_culprit([waiting, busy])
-    assert found.ranks == (1,)
-    assert "the backward of microbatch 2.3 (chunk 1) in iteration 5" in found.text
+    culprit = find_culprit([waiting, busy])
+    assert culprit.ranks == (1,)
+    assert "the backward of microbatch 2.3 (chunk 1) in iteration 5" in culprit.text
     sent = RankEvidence(rank=1, name="rank 1", now={**needs, "finished": {"B1": 1}}, frames=waits)
     assert "the backward of microbatch 0.3, which rank 1 sent" in find_culprit([waiting, sent]).text

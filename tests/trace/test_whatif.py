@@ -30,35 +30,35 @@ from tests.trace.imports.conftest import (
 END_S = REDUCE_S + CLIP_S + OPTIMIZER_S
 
 
-def answers(**given: Any) -> WhatIf:
-    return what_if(run_of_columns(job(**given), Path("job")))
+def answers(**changes: Any) -> WhatIf:
+    return what_if(run_of_columns(job(**changes), Path("job")))
 
 
 def pipeline_s(stages: int, microbatches: int, work: Callable[[str, int, int], float]) -> float:
     """Reference: 1F1B by recursion over what each action waits for."""
     orders = [order_of(s, stages, microbatches) for s in range(stages)]
-    known: dict[tuple[int, str, int], float] = {}
+    ends: dict[tuple[int, str, int], float] = {}
 
     def end(stage: int, kind: str, m: int) -> float:
-        if (stage, kind, m) not in known:
-            place = orders[stage].index((kind, m))
-            ready = end(stage, *orders[stage][place - 1]) if place else 0.0
+        if (stage, kind, m) not in ends:
+            index = orders[stage].index((kind, m))
+            ready = end(stage, *orders[stage][index - 1]) if index else 0.0
             source = stage - 1 if kind == "F" else stage + 1
             if 0 <= source < stages:
                 ready = max(ready, end(source, kind, m) + TRANSFER_S)
-            known[stage, kind, m] = ready + work(kind, stage, m)
-        return known[stage, kind, m]
+            ends[stage, kind, m] = ready + work(kind, stage, m)
+        return ends[stage, kind, m]
 
     return max(end(s, *orders[s][-1]) for s in range(stages))
 
 
 def test_even_work_loses_nothing_and_the_simulation_is_exact() -> None:
-    found = answers()
+    answer = answers()
     expected = pipeline_s(3, 4, lambda kind, s, m: FORWARD_S if kind == "F" else BACKWARD_S) + END_S
-    assert found.simulated_s == pytest.approx([expected] * 2)
-    assert found.recorded_s == pytest.approx([expected] * 2)
-    assert found.slowdown == pytest.approx(1.0)
-    assert (found.cause, found.launch_slowdown) == ("none", pytest.approx(1.0))
+    assert answer.simulated_s == pytest.approx([expected] * 2)
+    assert answer.recorded_s == pytest.approx([expected] * 2)
+    assert answer.slowdown == pytest.approx(1.0)
+    assert (answer.cause, answer.launch_slowdown) == ("none", pytest.approx(1.0))
 
 
 def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
@@ -83,28 +83,30 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
         return 2.0 if (replica, stage) == (1, 1) else 1.0
 
     run = run_of_columns(job(takes=takes), Path("job"))
-    found = what_if(run)
+    answer = what_if(run)
     factor = (5 * 1 + 2) / 6  # mean over two replicas of three stages
 
     def expected(work: Callable[[int], float]) -> float:
         each = {"F": FORWARD_S, "B": BACKWARD_S}
         return pipeline_s(3, 4, lambda kind, stage, m: each[kind] * work(stage)) + END_S
 
-    assert found.ideal_s == pytest.approx([expected(lambda stage: factor)] * 2)
-    assert found.simulated_s == pytest.approx([expected(lambda s: 2.0 if s == 1 else 1.0)] * 2)
-    only_stage = expected(lambda s: 2.0 if s == 1 else factor) / found.ideal_s[0]
-    assert found.slowdowns["stage"]["1"] == pytest.approx(only_stage)
-    assert found.slowdowns["replica"]["1"] == pytest.approx(found.slowdown)
-    assert found.cause == "worker"
-    assert [found.where.name(worker) for worker in found.slowest] == ["rank 3 (stage 1, replica 1)"]
-    assert found.worker_share == pytest.approx(1.0, abs=0.35)
-    ranks, stages = run_figures(run).heat(found.where.stages)
+    assert answer.ideal_s == pytest.approx([expected(lambda stage: factor)] * 2)
+    assert answer.simulated_s == pytest.approx([expected(lambda s: 2.0 if s == 1 else 1.0)] * 2)
+    only_stage = expected(lambda s: 2.0 if s == 1 else factor) / answer.ideal_s[0]
+    assert answer.slowdowns["stage"]["1"] == pytest.approx(only_stage)
+    assert answer.slowdowns["replica"]["1"] == pytest.approx(answer.slowdown)
+    assert answer.cause == "worker"
+    assert [answer.where.name(worker) for worker in answer.slowest] == [
+        "rank 3 (stage 1, replica 1)"
+    ]
+    assert answer.worker_share == pytest.approx(1.0, abs=0.35)
+    ranks, stages = run_figures(run).heat(answer.where.stages)
     assert ranks[3] == pytest.approx([2 / factor] * 2)
     assert stages[1, 1] == pytest.approx(2 / factor)
-    best = found.repairs[0]
+    best = answer.repairs[0]
     assert best.description.startswith("rank 3 (stage 1, replica 1) as fast as others")
     assert best.step_s == pytest.approx(expected(lambda stage: 1.0))
-    assert sorted(found.repairs, key=lambda repair: -repair.gain) == list(found.repairs)
+    assert sorted(answer.repairs, key=lambda repair: -repair.gain) == list(answer.repairs)
 
 
 def test_the_last_stage_and_lengths_are_distinguished() -> None:
@@ -135,28 +137,30 @@ def test_predicted_repairs_are_what_a_run_without_the_fault_takes(tmp_path: Path
         folder = tmp_path / f"slow-{replicas}"
         slow = SyntheticRun(**shape, replicas=replicas, faults=faults)  # type: ignore[arg-type]
         write_synthetic(folder, slow)
-        found = what_if(read_run(folder))
-        assert found.cause == "worker"
-        assert found.where.ranks[found.slowest[0]] == 2
-        mended = next(repair for repair in found.repairs if repair.description.startswith("rank 2"))
+        answer = what_if(read_run(folder))
+        assert answer.cause == "worker"
+        assert answer.where.ranks[answer.slowest[0]] == 2
+        mended = next(
+            repair for repair in answer.repairs if repair.description.startswith("rank 2")
+        )
         assert mended.step_s == pytest.approx(right.recorded_s.mean(), rel=0.03)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_path: Path) -> None:
-    def step_s(name: str, **given: Any) -> tuple[float, WhatIf]:
-        options = {"schedule": schedule, "iterations": 5, "data_s": 0.0, **given}
+    def step_s(name: str, **changes: Any) -> tuple[float, WhatIf]:
+        options = {"schedule": schedule, "iterations": 5, "data_s": 0.0, **changes}
         write_synthetic(tmp_path / name, SyntheticRun(**options))
-        found = what_if(read_run(tmp_path / name))
-        return float(found.simulated_s.mean()), found
+        answer = what_if(read_run(tmp_path / name))
+        return float(answer.simulated_s.mean()), answer
 
     faults = (Fault(kind="slow-rank", rank=1, factor=1.8),)
-    _, found = step_s("slow", faults=faults)
-    repairs = {repair.description: repair.step_s for repair in found.repairs}
-    rank = next(what for what in repairs if "rank 1 (stage 1) as fast" in what)
+    _, answer = step_s("slow", faults=faults)
+    repairs = {repair.description: repair.step_s for repair in answer.repairs}
+    rank = next(description for description in repairs if "rank 1 (stage 1) as fast" in description)
     # Under a rule the order of the mended step is another one, and the rule is asked for it.
     assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
-    # With two chunks the rank stays slow, whatever stages it then holds.
+    # A rank with two chunks stays slow, whatever stages it then holds.
     rule = {"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 1}
     assert repairs["adaptive order"] == pytest.approx(
         step_s("rule", faults=faults, **rule)[0], rel=0.03
@@ -179,12 +183,12 @@ def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: 
 
 
 def test_a_late_link_is_named() -> None:
-    found = answers(
+    answer = answers(
         transfer=lambda way, r, stage, m: 0.5 if (way, r, stage) == ("forward", 0, 1) else 0.01
     )
-    assert next(iter(found.slowdowns["link"])) == "0 to 2"
-    assert found.slowdowns["kind"]["forward-pp-comm"] == pytest.approx(found.slowdown)
-    assert any(repair.description == "links without jitter" for repair in found.repairs)
+    assert next(iter(answer.slowdowns["link"])) == "0 to 2"
+    assert answer.slowdowns["kind"]["forward-pp-comm"] == pytest.approx(answer.slowdown)
+    assert any(repair.description == "links without jitter" for repair in answer.repairs)
 
 
 def test_files_data_frames_and_the_command_say_the_same(
@@ -192,25 +196,25 @@ def test_files_data_frames_and_the_command_say_the_same(
 ) -> None:
     table = job(takes=lambda step, replica, stage, m: 1.0 + 0.3 * stage + 0.1 * m)
     run = run_of_columns(table, Path("job"))
-    found = what_if(run).to_json()
+    answer = what_if(run).to_json()
     write_run(run, tmp_path / "traces")
-    assert what_if(read_run(tmp_path / "traces")).to_json() == found
+    assert what_if(read_run(tmp_path / "traces")).to_json() == answer
     rows = what_if_table(table)
-    assert rows["value"][rows["what"].index("slowdown")] == found["slowdown"]
+    assert rows["value"][rows["what"].index("slowdown")] == answer["slowdown"]
     pandas = pytest.importorskip("pandas")
     frame = what_if_table(pandas.DataFrame(table))
     assert frame.value.tolist() == rows["value"]
     picture = tmp_path / "heat.png"
     arguments = [str(tmp_path / "traces"), "--picture", str(picture)]
     assert what_if_run([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(answer))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_traces_of_our_own_with_chunks(write_run: Callable[..., Path]) -> None:
-    found = what_if(read_run(write_run(2, 2, 4)))
-    assert found.simulated_s == pytest.approx(found.recorded_s)
-    assert found.slowdown == pytest.approx(1.0, abs=0.05)
+    answer = what_if(read_run(write_run(2, 2, 4)))
+    assert answer.simulated_s == pytest.approx(answer.recorded_s)
+    assert answer.slowdown == pytest.approx(1.0, abs=0.05)
 
 
 def test_the_first_contradiction_is_named() -> None:
@@ -236,5 +240,5 @@ def test_missing_ranks_are_counted() -> None:
     table = job()
     keep = table["stage"] != 1
     run = run_of_columns({name: column[keep] for name, column in table.items()}, Path("job"))
-    found = what_if(run)
-    assert any("start without their input" in note for note in found.notes)
+    answer = what_if(run)
+    assert any("start without their input" in note for note in answer.notes)

@@ -91,8 +91,8 @@ def test_averages_go_on_where_another_rank_writes() -> None:
         log.iteration(report(1))
     gathered: list[object] = []
 
-    def gather(mine: object) -> list[object]:
-        gathered.append(mine)
+    def gather(value: object) -> list[object]:
+        gathered.append(value)
         return gathered
 
     logs[0].hand_over(1, is_writer=False, gather=gather)
@@ -101,7 +101,7 @@ def test_averages_go_on_where_another_rank_writes() -> None:
         log.iteration(report(2))
     assert streams[0].getvalue() == ""
     assert "iteration        2/" in streams[1].getvalue()
-    assert "lm loss: 1.050000E+01" in streams[1].getvalue()  # of 10 and 11
+    assert "lm loss: 1.050000E+01" in streams[1].getvalue()  # mean of 10 and 11
 
 
 def printed(
@@ -164,10 +164,10 @@ class TestLine:
         reports = [report(1, elapsed_s=9.0, updated=False), *map(report, range(2, 8))]
         lines = printed(*reports)
         assert [re.findall(r"iteration +(\d+)/", line) for line in lines] == [["2"], ["4"], ["6"]]
-        found = fields(lines[1])
-        assert found["elapsed time per iteration (ms)"] == "500.0"
-        assert found["lm loss"] == "1.250000E+01"
-        assert found["number of skipped iterations"] == "0"
+        logged = fields(lines[1])
+        assert logged["elapsed time per iteration (ms)"] == "500.0"
+        assert logged["lm loss"] == "1.250000E+01"
+        assert logged["number of skipped iterations"] == "0"
         (resumed,) = printed(report(6, elapsed_s=0.25))  # it has one iteration
         assert fields(resumed)["elapsed time per iteration (ms)"] == "250.0"
         assert fields(resumed)["lm loss"] == "1.500000E+01"
@@ -176,11 +176,11 @@ class TestLine:
         bad = report(1, losses={"lm loss": math.inf}, updated=False, grad_norm=None)
         none = fields(printed(bad, dataclasses.replace(bad, iteration=2))[0])
         assert not {"lm loss", "grad norm"} & set(none)
-        found = fields(printed(bad, report(2))[0])
-        assert found["lm loss"] == "1.100000E+01"
-        assert found["number of skipped iterations"] == "1"
-        assert found["number of nan iterations"] == "1"
-        assert found["elapsed time per iteration (ms)"] == "500.0"
+        logged = fields(printed(bad, report(2))[0])
+        assert logged["lm loss"] == "1.100000E+01"
+        assert logged["number of skipped iterations"] == "1"
+        assert logged["number of nan iterations"] == "1"
+        assert logged["elapsed time per iteration (ms)"] == "500.0"
 
     def test_has_every_loss_and_the_optional_norms_in_megatrons_order(self) -> None:
         losses = {"lm loss": 2.0, "z loss": 0.5}
@@ -191,10 +191,10 @@ class TestLine:
         assert [name for name in fields(line) if name in order] == order
         assert fields(line)["num zeros"] == "7"
         assert fields(line)["params norm"] == "3.500"
-        assert line.endswith("| bubble: 15.0% |")  # of what is known
+        assert line.endswith("| bubble: 15.0% |")  # share of the known time
 
     def test_tokens_of_a_batch_that_grows(self) -> None:
-        found = fields(
+        logged = fields(
             printed(
                 report(1, global_batch_size=8),
                 report(2, global_batch_size=24, elapsed_s=1.5),
@@ -202,8 +202,8 @@ class TestLine:
                 world_size=4,
             )[0]
         )
-        assert found["tokens/s/rank"] == f"{32 * 32 / 2.0 / 4:.1f}"
-        assert found["global batch size"] == "24"
+        assert logged["tokens/s/rank"] == f"{32 * 32 / 2.0 / 4:.1f}"
+        assert logged["global batch size"] == "24"
 
     def test_throughput_only_where_asked(self) -> None:
         cfg = settings("--log-throughput")
@@ -384,11 +384,11 @@ class TestBar:
         for iteration in range(1, 5):
             log.iteration(report(iteration))
         log.close()
-        # What a terminal shows: a carriage return goes back to the start of the line.
+        # A terminal goes back to the start of the line at a carriage return.
         lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in terminal().split("\n")]
-        found = [line for line in lines if "consumed samples" in line]
-        assert len(found) == 2
-        assert all(re.match(r" \[.*\] iteration .* \|$", line) for line in found)
+        reports = [line for line in lines if "consumed samples" in line]
+        assert len(reports) == 2
+        assert all(re.match(r" \[.*\] iteration .* \|$", line) for line in reports)
 
 
 class TestOtherLoggers:
@@ -430,8 +430,8 @@ class TestOtherLoggers:
             ["11.0", "2"],
             ["12.0", "3"],
         ]
-        (found,) = tmp_path.rglob("findings.json")
-        assert json.loads(found.read_text())[0]["gain"] == 0.25
+        (artifact,) = tmp_path.rglob("findings.json")
+        assert json.loads(artifact.read_text())[0]["gain"] == 0.25
         assert "gets no more values" not in capsys.readouterr().err
 
     def test_prometheus_reads_the_last_values(
@@ -497,12 +497,12 @@ class TestOtherLoggers:
         )
         log.iteration(report(2, bubble_fraction=0.25, grad_norm=1.0))
         log.close()
-        known = set(re.findall(r"^(\w+) ", file.read_text(), flags=re.MULTILINE))
+        exported = set(re.findall(r"^(\w+) ", file.read_text(), flags=re.MULTILINE))
         path = Path(__file__).parents[2] / "examples" / "grafana" / "dashboard.json"
         panels = json.loads(path.read_text())["panels"]
         drawn = {target["expr"].split("{")[0] for panel in panels for target in panel["targets"]}
         assert len(drawn) >= 5
-        assert drawn <= known
+        assert drawn <= exported
 
     def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for package, flag in (("wandb", "--wandb-project"), ("mlflow", "--mlflow-experiment")):

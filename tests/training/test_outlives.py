@@ -1,4 +1,4 @@
-"""A training goes on where a rank was stopped for a while, or a disk of traces and logs is full.
+"""A training continues if a rank was stopped for a while, or if a disk of traces and logs is full.
 
 The jobs train the same, so that their losses are the same wherever something came in between.
 """
@@ -29,27 +29,27 @@ TRAINER = ROOT / "pretrain_gpt.py"
 WATCHDOG_S = 80.0
 LIMIT_S = 4.0
 LOSSES: dict[int, str] = {}
-"""By iteration, of whichever job was there first."""
+"""Loss of each iteration, from the first job that reached it."""
 
 
 class Job:
     """Two ranks that train until they are stopped.
 
     Args:
-        folder: where it runs.
-        flags: of the trainer.
-        output: file for what it prints.
+        folder: Folder in which the job runs.
+        flags: Flags of the trainer.
+        output: Path of the file for its output.
     """
 
     def __init__(self, folder: Path, flags: str, output: Path) -> None:
         self._output, self._error = output, folder / "error.txt"
-        words = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
-        words += ["--nproc-per-node", "2", str(TRAINER), *SMALL_GPT.split()]
-        words += "--num-layers 2 --pipeline-model-parallel-size 2 --mock-data".split()
-        words += "--train-iters 100000 --lr-decay-style constant --log-interval 1".split()
+        command = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
+        command += ["--nproc-per-node", "2", str(TRAINER), *SMALL_GPT.split()]
+        command += "--num-layers 2 --pipeline-model-parallel-size 2 --mock-data".split()
+        command += "--train-iters 100000 --lr-decay-style constant --log-interval 1".split()
         with output.open("w") as out, self._error.open("w") as err:
             self.process = subprocess.Popen(
-                [*words, *flags.split()],
+                [*command, *flags.split()],
                 env={**forking(), "CUDA_VISIBLE_DEVICES": ""},
                 cwd=folder,
                 stdout=out,
@@ -62,8 +62,8 @@ class Job:
 
     def losses(self) -> dict[int, str]:
         text = self._output.read_text(errors="replace")
-        found = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) ", text)
-        return {int(iteration): loss for iteration, loss in found}
+        matches = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) ", text)
+        return {int(iteration): loss for iteration, loss in matches}
 
     def iteration(self) -> int:
         return max(self.losses(), default=0)
@@ -72,17 +72,19 @@ class Job:
         """Returns a rank, which is forked for the process that the launcher started."""
         forks = forkserver().nodes()[0]
         (asked,) = (
-            one
-            for one in forks.children(recursive=True)
-            if str(TRAINER) in one.cmdline() and one.environ().get("RANK") == str(number)
+            process
+            for process in forks.children(recursive=True)
+            if str(TRAINER) in process.cmdline() and process.environ().get("RANK") == str(number)
         )
-        return next(one for one in forks.children() if one.name() == f"python-{asked.pid}")
+        return next(
+            process for process in forks.children() if process.name() == f"python-{asked.pid}"
+        )
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], event: str) -> None:
         end_s = time.monotonic() + WATCHDOG_S
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}: {self.said()[-4000:]}"
-            assert time.monotonic() < end_s, f"no {what}: {self.said()[-4000:]}"
+            assert self.process.poll() is None, f"ended before {event}: {self.said()[-4000:]}"
+            assert time.monotonic() < end_s, f"no {event}: {self.said()[-4000:]}"
             time.sleep(0.1)
 
     def goes_on(self, steps: int = 5) -> None:
@@ -90,9 +92,9 @@ class Job:
         self.until(lambda: self.iteration() >= goal, f"iteration {goal}")
 
     def check_losses(self) -> None:
-        found = self.losses()
-        assert len(found) > 5
-        assert {i: LOSSES.setdefault(i, loss) for i, loss in found.items()} == found
+        losses = self.losses()
+        assert len(losses) > 5
+        assert {i: LOSSES.setdefault(i, loss) for i, loss in losses.items()} == losses
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     (line,) = [line for line in job.said().splitlines() if "rank 1 (stage 1" in line]
     assert line.startswith("error: ")
     assert re.search(r"for \d+(\.\d)? s \(limit 4 s, --transport-silence-s\)", line), line
-    # Of a channel, or of the watcher where this rank waited for another in a collective.
+    # The error is a channel's, or the watcher's if this rank waited in a collective.
     seen = (
         r"was [BF] chunk 0 microbatch \d of step \d+; seen by rank 0|; this is rank 0 \(stage 0\)"
     )
@@ -164,7 +166,7 @@ def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(
     failures = [f"cannot write {traces}/trace_rank_0000{rank}.jsonl: No space" for rank in (0, 1)]
     failures += [f"cannot write {traces}/progress.jsonl: No space", f"cannot write {curves}/events"]
     failures += ["cannot write stdout: No space"]
-    job.until(lambda: all(one in job.said() for one in failures), "words of the full disk")
+    job.until(lambda: all(failure in job.said() for failure in failures), "words of the full disk")
     saves_on()
     (small_disk / "filler").unlink()
     job.until(lambda: job.said().count("can be written again; lost: ") == 4, "words of room")
@@ -172,7 +174,7 @@ def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(WATCHDOG_S)
     said = job.said()
-    assert [said.count(one) for one in failures] == [1] * len(failures), said
+    assert [said.count(failure) for failure in failures] == [1] * len(failures), said
     assert "error" not in said, said
     assert "Traceback" not in said, said
     assert re.search(r"\[\d+ bytes of stdout were lost here\]", output.read_text())

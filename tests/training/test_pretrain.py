@@ -55,7 +55,7 @@ class Watching:
 
 
 class Store:
-    """The store of a job of which no rank has told of an error; the others part in the end."""
+    """The store of a job in which no rank has reported an error; the others leave at the end."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -78,7 +78,7 @@ BROKEN = "error: rank 3 lost its connection with another rank ("
 
 
 @pytest.mark.parametrize(
-    ("error", "lost", "told"),
+    ("error", "lost", "message"),
     [
         (RuntimeError("Connection closed"), LOST, ""),
         (wrapped(), LOST, ""),
@@ -93,7 +93,7 @@ BROKEN = "error: rank 3 lost its connection with another rank ("
 def test_only_a_bug_leaves_a_traceback(
     error: Exception,
     lost: PeerLostError | None,
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -104,19 +104,19 @@ def test_only_a_bug_leaves_a_traceback(
     with pytest.raises(SystemExit) as ended:
         module._fail(module.expected_error(error, 3), store, watcher, RANK_3)
     said = capsys.readouterr().err
-    is_bug = told.startswith(type(error).__name__)
+    is_bug = message.startswith(type(error).__name__)
     assert ended.value.code == (1 if is_bug else 2)
-    assert told in said
+    assert message in said
     if not is_bug:
-        assert said.count("\n") == bool(told)
-    assert [one for _, one in watcher.reported] == [not is_bug]
+        assert said.count("\n") == bool(message)
+    assert [is_expected for _, is_expected in watcher.reported] == [not is_bug]
 
 
 @pytest.mark.parametrize(("lost", "looks"), [(None, 9), (LOST, 0)])
 def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     lost: PeerLostError | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others, which had met the same error, told it again and that the store was gone."""
+    """The other ranks met the same error, and reported it again with the loss of the store."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -160,7 +160,7 @@ def test_overlap_on_a_shared_gpu_is_told_to_gain_nothing() -> None:
 def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
     said: list[str] = []
     schedule = types.SimpleNamespace(pipeline_schedule="1f1b", repartition="auto")
-    job = types.SimpleNamespace(accelerator=GPU, gather=lambda mine: [mine, False])
+    job = types.SimpleNamespace(accelerator=GPU, gather=lambda shares_gpu: [shares_gpu, False])
     live: Any = types.SimpleNamespace(
         log=types.SimpleNamespace(message=said.append),
         config=types.SimpleNamespace(schedule=schedule, slices_to_choose=()),

@@ -44,7 +44,7 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # The releases number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
-    # As in DeepSeek-V2-Lite: keys and values are compressed and normalized, queries are not.
+    # DeepSeek-V2-Lite has compressed and normalized keys and values, but plain queries.
     "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
@@ -73,8 +73,8 @@ def train(release: str, model: str, folder: Path, flags: str) -> list[tuple[str,
     """Trains a model with a release; returns loss and gradient norm of each step."""
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
-    words = f"{COMMON} {settings} {flags}".split()
-    command = ["-m", "megatron.adaptive", "train", "rank", *words]
+    arguments = f"{COMMON} {settings} {flags}".split()
+    command = ["-m", "megatron.adaptive", "train", "rank", *arguments]
     path = path_of(release)
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
@@ -100,7 +100,7 @@ def test_steps_and_checkpoints_are_those_of_the_installed_release(
     }
     assert len(first[INSTALLED]) == 2
     assert first[release] == first[INSTALLED]
-    # Each goes on from the other's checkpoint.
+    # Each release continues from the other's checkpoint.
     rest = {
         name: train(name, model, tmp_path, f"--train-iters 4 --load {saved[other]}")
         for name, other in ((INSTALLED, release), (release, INSTALLED))

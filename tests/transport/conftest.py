@@ -54,5 +54,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         return made[-1]
 
     yield start_program
-    for one in made:
-        one.stop()
+    for pool in made:
+        pool.stop()

@@ -1,8 +1,8 @@
 """Programs of the contract suite; ``test_contract.py`` says which transports run each of them.
 
-A program gets a :class:`Rank` and its arguments and asserts what it shows; it returns what else the
-test looks at. Rank 0 sends and rank 1 receives, unless said otherwise. What a program leaves open
-is closed when it returns.
+A program gets a :class:`Rank` and its arguments and contains assertions; it returns anything else
+that the test checks. Rank 0 sends and rank 1 receives, unless said otherwise. Transports that a
+program leaves open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
     """Messages of every type and many shapes, from nothing to many times the channel's memory."""
     messages = []
     for number, dtype in enumerate(CODE_OF):
-        for place, shape in enumerate(SHAPES):
-            seed = 1 + sender * 100_000 + number * 100 + place
+        for index, shape in enumerate(SHAPES):
+            seed = 1 + sender * 100_000 + number * 100 + index
             kind = (ActionKind.F, ActionKind.B)[seed % 2]
             tensor = make_tensor(seed, shape, dtype)
             messages.append((label(seed, kind, step=10**10 + seed, chunk=number), tensor))
@@ -79,7 +79,8 @@ def exchange(
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
-        everything(one) if shape is None else alike(one, shape) for one in (rank.rank, peer)
+        everything(sender) if shape is None else alike(sender, shape)
+        for sender in (rank.rank, peer)
     )
     for tag, tensor in sent:
         transport.send(peer, tag, tensor)
@@ -128,7 +129,7 @@ def far_ahead(
         for number in range(count):
             begin_s = time.monotonic()
             transport.send(peer, label(number), tensor)
-            assert time.monotonic() - begin_s < 5.0  # and not until the receiver takes something
+            assert time.monotonic() - begin_s < 5.0  # send does not wait for the receiver
         rank.mark("sent")
         return
     before = psutil.Process().memory_info().rss
@@ -165,7 +166,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """The receiver computes on what it gets as the pipeline does: leaves, graphs, ``.data``."""
+    """The receiver computes with the tensors as the pipeline does: leaves, graphs, ``.data``."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -191,7 +192,7 @@ def _backward(
     """Runs the backward passes of some microbatches, sends gradients, and frees memory."""
     for received, output in graphs:
         value = output.detach().clone()
-        output.data = torch.empty(1)  # as deallocate_output_tensor and custom_backward do it
+        output.data = torch.empty(1)  # deallocate_output_tensor and custom_backward do the same
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
         )
@@ -314,14 +315,16 @@ def drain(rank: Rank, kind: str) -> None:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("receive-from")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("receive-from")
+    ]
     gc.collect()
     for number, tensor in enumerate(kept):
         require_equal(tensor, numbers(900, number))  # also after the end of the channel
 
 
 def child(rank: Rank, kind: str) -> None:
-    """A forked process lets go of what it inherited, as loaders do; the slot stays taken here.
+    """A forked process releases its inherited tensors, as loaders do; the slot stays taken here.
 
     It may not send.
     """
@@ -352,12 +355,12 @@ def refused(rank: Rank, kind: str) -> None:
     """What no message can carry is refused where it is sent; the channel works on."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
-        for tensor, words in (
+        for tensor, message in (
             (torch.empty(2, dtype=torch.bits8), "torch.bits8 cannot be sent"),
             (torch.ones((1,) * 8), "8 dimensions"),
         ):
             name, text = error_of(partial(transport.send, peer, label(0), tensor))
-            assert (name, words in text) == ("TransportError", True), text
+            assert (name, message in text) == ("TransportError", True), text
         transport.send(peer, label(6), torch.ones(5))
         return
     assert wait(transport).label == label(6)
@@ -507,8 +510,8 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        told = error_of(lambda: _take(transport, 5.0))  # the queue says it as well, with more
-        first = told if told[0] != "none" else first
+        error = error_of(lambda: _take(transport, 5.0))  # the queue says it as well, with more
+        first = error if error[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
         sending = error_of(lambda: transport.send(0, label(1), torch.ones(SLOT_BYTES)))

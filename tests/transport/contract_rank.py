@@ -36,9 +36,9 @@ class Rank:
 
     Attributes:
         rank: its number.
-        num_ranks: how many there are.
+        num_ranks: Number of ranks.
         store: shared with the other ranks and the test.
-        address: what others reach this one at over a network.
+        address: Address at which other machines reach this rank.
         streams: Streams that NCCL's channels use.
         num_pairs: Number of NCCL's channels that this rank has opened.
         fails_at: Number of the one that cannot be opened.
@@ -74,10 +74,10 @@ class Rank:
         """Connects to the peers, by default to all other ranks.
 
         Args:
-            kind: of the transport.
+            kind: Name of the transport.
             peers: their ranks.
-            shape: of all messages, where they are alike.
-            dtype: their type then.
+            shape: Shape of all messages, if they have the same one.
+            dtype: Type of all messages then.
             options: further ones of the configuration.
 
         Returns:
@@ -89,12 +89,12 @@ class Rank:
             peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         config = TransportConfig(transport=kind, **options)
         payloads = Payloads(shape=shape, dtype=dtype)
-        place = here(self.rank)
-        own = own_endpoint(
-            self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
+        host = here(self.rank)
+        endpoint = own_endpoint(
+            self.rank, host, device=CPU, own_gpu=False, options=config, address=self.address
         )
         if kind == "nccl":
-            own = replace(own, lacks={})
+            endpoint = replace(endpoint, lacks={})
         made = LateConnector(
             members=list(range(self.num_ranks)),
             gather=self._gather("open"),
@@ -103,13 +103,13 @@ class Rank:
             describe=describe,
             timeout_s=LIMIT_S,
             rank=self,
-        ).connect(own, peers, config)
+        ).connect(endpoint, peers, config)
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Tells the other ranks and the test that this rank has reached a point."""
+        """Shows the other ranks and the test that this rank has reached a point."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:

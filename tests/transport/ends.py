@@ -41,9 +41,9 @@ def open_transports(
 
     Args:
         kind: ``shm`` or ``tcp``.
-        device: of the tensors.
+        device: Device of the tensors.
         staged: tensors are for a GPU, which the CPU stands in for.
-        options: of the channel.
+        options: Options of the channel.
     """
 
     def make(node: Any, peer: int) -> NativeTransport:
@@ -61,13 +61,17 @@ def close_all(transports: Sequence[Any]) -> list[BaseException]:
     """Closes transports at the same time; returns their errors."""
     raised: list[BaseException] = []
 
-    def close(one: Any) -> None:
+    def close(transport: Any) -> None:
         try:
-            one.close()
+            transport.close()
         except Exception as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=close, args=(one,)) for one in transports if one is not None]
+    threads = [
+        threading.Thread(target=close, args=(transport,))
+        for transport in transports
+        if transport is not None
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -94,5 +98,5 @@ def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda one: one.start)  # the other is the device's
-    return {one.name for one in events if inside.start <= one.time_range.start <= inside.end}
+    inside = min(ranges, key=lambda event: event.start)  # the other is the device's
+    return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

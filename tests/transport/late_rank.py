@@ -64,7 +64,7 @@ class Stages:
     """Chunks whose every action adds up its input over the tensor-parallel ranks.
 
     Attributes:
-        results: What the last action of each microbatch gave, by microbatch.
+        results: Result of the last action of each microbatch, by microbatch.
     """
 
     def __init__(self, device: Device, group: Any, is_first: bool, nap: Callable[[], None]) -> None:
@@ -85,12 +85,12 @@ class Stages:
             self.results[microbatch] = result
         return result
 
-    def _launch(self, given: torch.Tensor | None, microbatch: int) -> torch.Tensor:
+    def _launch(self, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
         self._nap()
         result = torch.full(_SHAPE, -1.0)
 
         def kernel() -> None:
-            result.copy_(torch.full(_SHAPE, float(microbatch)) if given is None else given)
+            result.copy_(torch.full(_SHAPE, float(microbatch)) if received is None else received)
             self._group.allreduce([result]).wait()
 
         self._device.launch(kernel)

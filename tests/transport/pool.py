@@ -2,7 +2,7 @@
 
 To start a process takes longer than most programs: a pool keeps some alive for a whole module. A
 worker that is killed, hangs or fails ends its pool. With a folder, each worker runs one program,
-and what it writes and how it ends can be asked for.
+and its output and exit status can be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pool:
 
     Args:
         size: number of workers.
-        folder: where the output of workers goes that run one program each.
+        folder: Folder for the output of workers that run one program each.
     """
 
     def __init__(self, size: int, folder: Path | None = None) -> None:
@@ -43,13 +43,13 @@ class Pool:
         self._connections: list[Connection] = []
         self._processes = []
         for worker in range(size):
-            mine, theirs = context.Pipe()
+            connection, worker_end = context.Pipe()
             output = None if folder is None else folder / f"{worker}.txt"
-            arguments = (theirs, self._store.port, output)
+            arguments = (worker_end, self._store.port, output)
             process = context.Process(target=run_calls, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._connections.append(mine)
+            worker_end.close()
+            self._connections.append(connection)
             self._processes.append(process)
 
     @property
@@ -68,7 +68,7 @@ class Pool:
         Args:
             program: ``module.function``, of this folder.
             workers: their numbers.
-            arguments: of the program, besides its :class:`Rank`.
+            arguments: Arguments of the program, besides its :class:`Rank`.
         """
         self._calls += 1
         for rank, worker in enumerate(workers):

@@ -45,7 +45,7 @@ def refused(rank: Rank) -> None:
     transport.send(peer, label(5), torch.ones(2, 3))
 
 
-def foreign(rank: Rank, words: list[int], shape: tuple[int, ...] | None) -> None:
+def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
     """Rank 0 sends a header that is none of ours."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
@@ -56,7 +56,7 @@ def foreign(rank: Rank, words: list[int], shape: tuple[int, ...] | None) -> None
         seen = error_of(lambda: wait(transport))
         rank.mark("done")
         rank.exit_with(seen)
-    works = [group.send([torch.tensor(words + [0] * (16 - len(words)))], 1, 0)]
+    works = [group.send([torch.tensor(header + [0] * (16 - len(header)))], 1, 0)]
     if shape is not None:
         works.append(group.send([torch.ones(shape)], 1, 1))
     rank.await_mark("done")
@@ -131,10 +131,10 @@ _HELD_SHAPE = (8191,)  # no other tensor of the process has it
 
 def _held_messages() -> int:
     return sum(
-        type(one) is torch.Tensor
-        and one.shape == _HELD_SHAPE
-        and one.untyped_storage().nbytes() > 0
-        for one in gc.get_objects()
+        type(item) is torch.Tensor
+        and item.shape == _HELD_SHAPE
+        and item.untyped_storage().nbytes() > 0
+        for item in gc.get_objects()
     )
 
 
@@ -278,7 +278,7 @@ def watch(
     Args:
         rank: this rank.
         port: port of the store.
-        machines: where the ranks say they run; in truth all are here.
+        machines: Names of machines that the ranks pretend to run on; in truth all are here.
         serve: rank 0 serves the store, else the test does.
         with_store: whether the watcher may use it.
         on_lost: given to the watcher.
@@ -288,8 +288,8 @@ def watch(
     rank.join_group(store)
     places: list[Any] = [None] * rank.num_ranks
     dist.all_gather_object(places, here(rank.rank))
-    for place, machine in zip(places, machines or [], strict=False):
-        place["machine"] = place["host"] = machine
+    for host, machine in zip(places, machines or [], strict=False):
+        host["machine"] = host["host"] = machine
     options = {"grace_s": 0.5, **options}
     return Watcher(places, rank.rank, store if with_store else None, on_lost, **options)
 

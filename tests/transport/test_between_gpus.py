@@ -136,8 +136,8 @@ def test_a_job_is_told_which_way_its_tensors_go(
     shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
     assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]
     close_all(outcome.made)
-    assert {one["cuda_device"] for one in offered} == {0}
-    assert not any("cuda_refusal" in one for one in offered)
+    assert {offer["cuda_device"] for offer in offered} == {0}
+    assert not any("cuda_refusal" in offer for offer in offered)
     outcome = connect_all(ROW, transport_gpu="pinned")
     why = "through pinned memory, no CUDA IPC: rank "
     assert outcome.log == [

@@ -105,8 +105,8 @@ class Outcome:
 
     Attributes:
         made: each rank's transport, or the error it raised.
-        log: what was logged.
-        calls: who made what over process groups.
+        log: Lines that were logged.
+        calls: Rank and kind of each channel over process groups.
     """
 
     def __init__(self, size: int) -> None:
@@ -123,11 +123,11 @@ def connect_all(
     config = TransportConfig(**options)
 
     def run(rank: int) -> None:
-        place = {"host": "here", "machine": "m"}
-        own = own_endpoint(
-            rank, place, device=CPU, own_gpu=False, options=config, address="127.0.0.1"
+        host = {"host": "here", "machine": "m"}
+        endpoint = own_endpoint(
+            rank, host, device=CPU, own_gpu=False, options=config, address="127.0.0.1"
         )
-        own.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
+        endpoint.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
         try:
             connector = Wired(
                 members=list(range(len(peers))),
@@ -140,7 +140,9 @@ def connect_all(
                 rank=rank,
                 calls=outcome.calls,
             )
-            outcome.made[rank] = connector.connect(own, peers[rank], config, outcome.log.append)
+            outcome.made[rank] = connector.connect(
+                endpoint, peers[rank], config, outcome.log.append
+            )
         except Exception as error:
             outcome.made[rank] = error
 
@@ -246,7 +248,7 @@ PORTS = fake_module(("mlx5_0", 1, "DOWN"), ("mlx5_0", 2, "ACTIVE"), ("mlx5_1", 1
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "why"),
+    ("device", "ports", "why"),
     [
         (None, ("mlx5_0:2", "mlx5_1:1"), ""),
         ("mlx5_1", ("mlx5_1:1",), ""),
@@ -255,8 +257,8 @@ PORTS = fake_module(("mlx5_0", 1, "DOWN"), ("mlx5_0", 2, "ACTIVE"), ("mlx5_1", 1
         ("mlx4_0", (), "it has no RDMA device mlx4_0"),
     ],
 )
-def test_active_ports_are_found(wanted: str | None, found: tuple[str, ...], why: str) -> None:
-    assert rdma_ports(PORTS, wanted) == (found, why)
+def test_active_ports_are_found(device: str | None, ports: tuple[str, ...], why: str) -> None:
+    assert rdma_ports(PORTS, device) == (ports, why)
 
 
 def test_no_rdma_says_why() -> None:

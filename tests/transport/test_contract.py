@@ -79,8 +79,8 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
 @pytest.fixture(autouse=True)
 def _needs_extension(request: pytest.FixtureRequest) -> None:
     kind = getattr(request.node, "callspec", None)
-    wanted = kind.params.get("kind", "shm") if kind is not None else "shm"
-    if wanted not in OVER_TORCH and extension.load() is None:
+    transport = kind.params.get("kind", "shm") if kind is not None else "shm"
+    if transport not in OVER_TORCH and extension.load() is None:
         pytest.skip(str(extension.why_missing()))
 
 
@@ -147,9 +147,9 @@ def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
         return
     assert name == "PeerLostError", text
     assert "rank 0 (stage 0 on host-0)" in text
-    found = re.search(r"came from it for (\S+) s \(limit 3 s, --transport-silence-s\)", text)
-    assert found is not None, text
-    assert float(found[1]) >= limit_s - 1, text
+    match = re.search(r"came from it for (\S+) s \(limit 3 s, --transport-silence-s\)", text)
+    assert match is not None, text
+    assert float(match[1]) >= limit_s - 1, text
     last = "the last message from it was F chunk 0 microbatch 1 of step 3; seen by rank 1"
     assert text.endswith(last), text
 

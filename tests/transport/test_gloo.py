@@ -34,12 +34,12 @@ def test_what_a_channel_does_not_carry_is_refused_by_the_sender(pool: Pool) -> N
 
 
 @pytest.mark.parametrize("shape", [None, (4,)], ids=["any-shape", "fixed-shape"])
-@pytest.mark.parametrize("words", [[1, 2, 3], [0x4D415031, 9, 0, 0, 0, 0, 0, 1, 4]])
+@pytest.mark.parametrize("header", [[1, 2, 3], [0x4D415031, 9, 0, 0, 0, 0, 0, 1, 4]])
 def test_foreign_header_ends_the_channel(
-    start: Start, words: list[int], shape: tuple[int, ...] | None
+    start: Start, header: list[int], shape: tuple[int, ...] | None
 ) -> None:
     """Words of something else, or a message that is not the next one."""
-    kind, text = start("programs.foreign", 2, words=words, shape=shape).result(1)
+    kind, text = start("programs.foreign", 2, header=header, shape=shape).result(1)
     assert kind == "TransportError"
     assert "rank 0" in text
 
@@ -54,7 +54,7 @@ def test_ranks_that_disagree_about_the_shape_are_told(start: Start, shape: tuple
 
 
 def test_flush_has_a_deadline(start: Start) -> None:
-    """A peer that is stopped keeps its connection; only the time limit tells."""
+    """A peer that is stopped keeps its connection; only the time limit shows it."""
     job = start("programs.stuck", 2)
     job.await_mark("ready")
     job.signal(1, signal.SIGSTOP)

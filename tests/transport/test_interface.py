@@ -39,9 +39,9 @@ def arrival(microbatch: int, tensor: torch.Tensor | None = None) -> Arrival:
     ids=["forward", "backward", "most-dimensions", "end"],
 )
 def test_header_survives_the_way(header: Header) -> None:
-    words = header.words()
-    assert len(words) == HEADER_WORDS
-    assert Header.decode(words, peer=1) == header
+    numbers = header.words()
+    assert len(numbers) == HEADER_WORDS
+    assert Header.decode(numbers, peer=1) == header
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_header_survives_the_way(header: Header) -> None:
     ids=["magic", "kind", "kind-", "dtype", "dtype-", "dimensions", "dimensions-", "size"],
 )
 def test_foreign_words_are_refused(word: int, value: int) -> None:
-    words = Header(FORWARD, (2, 2), torch.float32, 0).words()
-    words[word] = value
+    numbers = Header(FORWARD, (2, 2), torch.float32, 0).words()
+    numbers[word] = value
     with pytest.raises(TransportError, match="from rank 5 is not one of this format"):
-        Header.decode(words, peer=5)
+        Header.decode(numbers, peer=5)
 
 
 def test_a_failed_channel_is_told_in_its_turn() -> None:

@@ -34,12 +34,12 @@ def port() -> Iterator[int]:
     del store
 
 
-def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
+def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
     """Checks that the survivor's line about the dead rank appears once and is complete."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"
-    assert lines[0].startswith(f"error: {name} {what}")
+    assert lines[0].startswith(f"error: {name} {reason}")
     assert f"; this is rank {survivor} (stage {survivor})" in lines[0]
     assert lines[0].endswith(
         "; the job cannot go on without it, start again from the last checkpoint"
@@ -71,7 +71,7 @@ KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "dead", "options", "what", "host"), KILLS.values(), ids=KILLS.keys()
+    ("num_ranks", "dead", "options", "reason", "host"), KILLS.values(), ids=KILLS.keys()
 )
 def test_killed_rank_ends_all_that_are_blocked(
     start: Start,
@@ -79,7 +79,7 @@ def test_killed_rank_ends_all_that_are_blocked(
     num_ranks: int,
     dead: int,
     options: dict[str, Any],
-    what: str,
+    reason: str,
     host: str,
 ) -> None:
     job = start(
@@ -88,7 +88,7 @@ def test_killed_rank_ends_all_that_are_blocked(
     kill_when_all_are_blocked(job, dead, num_ranks)
     for rank in set(range(num_ranks)) - {dead}:
         assert job.status(rank, LIMIT_S) == 1
-        check_line(job.text(rank), dead, job.pid(dead), rank, what, host=host)
+        check_line(job.text(rank), dead, job.pid(dead), rank, reason, host=host)
         assert f"this is rank {rank} (stage {rank}) in iteration 7;" in job.text(rank)
 
 
@@ -137,8 +137,8 @@ def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> N
     job = start("programs.reporting", 3, port=port)
     for rank in (0, 2):
         assert job.status(rank, LIMIT_S) == 1
-        what = "failed: out of memory on device 0; this"
-        check_line(job.text(rank), 1, job.pid(1), rank, what)
+        reason = "failed: out of memory on device 0; this"
+        check_line(job.text(rank), 1, job.pid(1), rank, reason)
     job.mark("seen")
     assert job.status(1) == 0
     assert "error:" not in job.text(1)
@@ -214,15 +214,15 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks
             process.wait(40)
-    told = re.findall(
+    survivors = re.findall(
         r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE
     )
-    assert sorted(told) == (["0", "2"] if how == "kill" else []), text
+    assert sorted(survivors) == (["0", "2"] if how == "kill" else []), text
     assert (process.returncode == 0) == (how == "leave"), text
 
 
 def test_place_tells_machines_apart() -> None:
-    place = here(3)
-    assert (place["pid"], place["pp_rank"]) == (os.getpid(), 3)
-    assert place["host"] == socket.gethostname()
-    assert place["machine"] == here(0)["machine"]
+    host = here(3)
+    assert (host["pid"], host["pp_rank"]) == (os.getpid(), 3)
+    assert host["host"] == socket.gethostname()
+    assert host["machine"] == here(0)["machine"]

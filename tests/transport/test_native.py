@@ -111,7 +111,7 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # by now a tensor like any other
+    low.send(1, LABEL, tensor)  # it is a tensor like any other now
     assert take(high).take().shape == (5, 7)
 
 
@@ -128,11 +128,11 @@ def test_views_of_what_was_reserved_arrive_as_they_look(ends: Ends) -> None:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
     pair = open_transports(kind)
-    for at, transport in enumerate(pair):
+    for index, transport in enumerate(pair):
         for _ in range(4 * SLOTS):
-            transport.send(1 - at, LABEL, torch.zeros(1000))
+            transport.send(1 - index, LABEL, torch.zeros(1000))
     raised = close_all(pair)
-    # Who is last may have nobody left to send to; nobody waits until the deadline.
+    # The last rank may have nobody left to send to; nobody waits until the deadline.
     assert not any(isinstance(error, DeadlineError) for error in raised)
     assert len(raised) < 2
 

@@ -110,8 +110,8 @@ def test_a_thread_makes_its_gpu_current_before_its_stream(cuda: Cuda) -> None:
             streams.mark()
 
     in_thread(body)
-    own = "stream of cuda:3, priority -1"
-    assert cuda.calls == ["cuda:3 is current", f"enters {own}", f"event on {own}"]
+    stream = "stream of cuda:3, priority -1"
+    assert cuda.calls == ["cuda:3 is current", f"enters {stream}", f"event on {stream}"]
 
 
 def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(

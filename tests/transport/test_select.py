@@ -27,9 +27,9 @@ NO_PORT = {"rdma": "it has no RDMA device", **NO_GPU}
 NOT_BUILT = dict.fromkeys(("shm", "rdma", "tcp"), "the extension is not built") | NO_GPU
 
 
-def end(rank: int, **given: Any) -> Endpoint:
+def end(rank: int, **changes: Any) -> Endpoint:
     """An end on a machine with RDMA and without a GPU, unless said otherwise."""
-    machine = given.pop("machine", "a")
+    machine = changes.pop("machine", "a")
     facts: dict[str, Any] = {
         "host": f"host-{machine}",
         "machine": machine,
@@ -38,15 +38,15 @@ def end(rank: int, **given: Any) -> Endpoint:
         "ports": ("mlx5_0:1",),
         "lacks": NO_GPU,
     }
-    return Endpoint(rank=rank, **(facts | given))
+    return Endpoint(rank=rank, **(facts | changes))
 
 
-def far(rank: int, **given: Any) -> Endpoint:
-    return end(rank, machine=f"m{rank}", **given)
+def far(rank: int, **changes: Any) -> Endpoint:
+    return end(rank, machine=f"m{rank}", **changes)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "kind", "reason"),
+    ("first", "second", "kind", "reason"),
     [
         (end(0), end(1), "shm", "same machine"),
         (far(0), far(1), "rdma", "both have an active port"),
@@ -65,11 +65,11 @@ def far(rank: int, **given: Any) -> Endpoint:
         (end(0, device="cuda", lacks={}), end(1, device="cuda"), "shm", "no nccl: rank 1"),
     ],
 )
-def test_each_pair_gets_its_best(one: Endpoint, other: Endpoint, kind: str, reason: str) -> None:
-    chosen = choose(one, other)
+def test_each_pair_gets_its_best(first: Endpoint, second: Endpoint, kind: str, reason: str) -> None:
+    chosen = choose(first, second)
     assert chosen.kind == kind
     assert reason in chosen.reason
-    assert choose(other, one) == chosen
+    assert choose(second, first) == chosen
 
 
 def test_loopback_address_is_no_way_to_another_machine() -> None:
@@ -89,16 +89,16 @@ def test_the_choice_does_not_depend_on_who_asks() -> None:
             )
         )
     ]
-    for one, other in itertools.combinations(ends, 2):
-        assert choose(one, other) == choose(other, one)
+    for first, second in itertools.combinations(ends, 2):
+        assert choose(first, second) == choose(second, first)
         for forced in TRANSPORTS:
-            possible = why_not(forced, one, other) is None
-            assert possible == (why_not(forced, other, one) is None)
-            assert candidates(one, other) == candidates(other, one)
+            possible = why_not(forced, first, second) is None
+            assert possible == (why_not(forced, second, first) is None)
+            assert candidates(first, second) == candidates(second, first)
 
 
 @pytest.mark.parametrize(
-    ("forced", "one", "other", "said"),
+    ("forced", "first", "second", "said"),
     [
         (
             "shm",
@@ -112,10 +112,10 @@ def test_the_choice_does_not_depend_on_who_asks() -> None:
     ],
 )
 def test_a_forced_transport_that_cannot_be_is_an_error(
-    forced: str, one: Endpoint, other: Endpoint, said: str
+    forced: str, first: Endpoint, second: Endpoint, said: str
 ) -> None:
     with pytest.raises(SetupError) as caught:
-        choose(one, other, forced)
+        choose(first, second, forced)
     assert f"--transport {forced} cannot connect {said.split(':')[0].split(' and ')[0]}"[
         :30
     ] in str(caught.value)
@@ -146,10 +146,10 @@ def test_the_log_names_every_pair_once() -> None:
         (None, None, MIB, 8),
         (3 * MIB, 6, 3 * MIB, 10),
         (3 * MIB, 1000, 3 * MIB, 64),
-        (10, 2, 4096, 6),  # as much as a page
+        (10, 2, 4096, 6),  # the size of a page
         (0, 1, 4096, 5),
         (32 * MIB, 20, 32 * MIB, 8),  # 256 MiB
-        (200 * MIB, 20, 64 * MIB, 4),  # in pieces
+        (200 * MIB, 20, 64 * MIB, 4),  # sent as several pieces
     ],
 )
 def test_a_channel_has_a_slot_for_each_microbatch_in_flight(

@@ -30,7 +30,7 @@ class Device:
     """Stands in for ``torch.cuda``.
 
     Attributes:
-        said: what was asked of streams and events, in order.
+        said: Calls on streams and events, in order.
         copied: events are done only once this is set.
         registered: Address and size of the memory that was pinned in place.
         locks: whether memory can be pinned in place.
@@ -82,7 +82,7 @@ class Device:
         return int(not self.locks)
 
     def unregister(self, address: int) -> int:
-        self.registered = [one for one in self.registered if one[0] != address]
+        self.registered = [entry for entry in self.registered if entry[0] != address]
         return 0
 
 

@@ -144,8 +144,8 @@ class _HuggingFaceTensors:
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
-                f"{reader.path} has no {absent[0]}: it is of another model than its configuration"
-                " says"
+                f"{reader.path} has no {absent[0]}: its tensors are of another model than its"
+                " configuration says"
             )
         self._reader = reader
         self._tensors = tensors

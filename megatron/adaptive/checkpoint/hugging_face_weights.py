@@ -526,8 +526,8 @@ class HuggingFaceReader:
             if there[names[name]].shape != shape:
                 raise CheckpointError(
                     f"{there[names[name]].file} has {name} with shape"
-                    f" {list(there[names[name]].shape)}, and the model of {CONFIG} and flags has"
-                    f" {list(shape)}: it is of another model"
+                    f" {list(there[names[name]].shape)}, but the model of {CONFIG} and flags"
+                    f" needs {list(shape)}: the file is of another model"
                 )
         used = {*names.values()}
         for name in there:

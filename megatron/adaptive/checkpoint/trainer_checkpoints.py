@@ -536,8 +536,8 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
         size = torch.Size(shard.global_shape)
         if saved != size and not shard.allow_shape_mismatch:
             raise CheckpointError(
-                f"{reader.path} has {shard.key} with shape {list(saved)}, and the run"
-                f" with {list(size)}: it is of another model"
+                f"{reader.path} has {shard.key} with shape {list(saved)}, but the run"
+                f" needs {list(size)}: the checkpoint is of another model"
             )
         if shard.data is None:
             shard.init_data(torch.device("cpu"))

@@ -53,7 +53,7 @@ class TokenizerConfig:
     )
     vocab_size: Count | None = flag(
         "Number of token ids before padding, for NullTokenizer and TikTokenizer; with other "
-        "tokenizers the least number of rows of the embedding.",
+        "tokenizers, the minimum number of rows of the embedding.",
         unit="IDS",
     )
     vocab_file: File | None = flag("Vocabulary file of GPT2BPETokenizer (JSON).")

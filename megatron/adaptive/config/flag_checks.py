@@ -101,7 +101,6 @@ slice_tokens+variable_seq_lengths excludes micro_batch_size>1
     | a microbatch is one row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens
     | every rank takes an equal share of each slice
-sequence_slices=0 needs pipeline_schedule=auto | it measures steps, and simulates others
 sequence_slices=0 needs pipeline_model_parallel_size>1 | a single rank never waits for another
 sequence_slices=0 excludes variable_seq_lengths | steps with other lengths cannot be compared
 sequence_slices slice_tokens needs transformer_impl=local
@@ -407,7 +406,7 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
 
 
 def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
-    """Yields checks of the size of the microbatch groups that an interleaved schedule runs."""
+    """Yields checks of the number of microbatches that interleaved schedules group together."""
     parallel = config.parallel
     if not schedule_spec(config.schedule.pipeline_schedule).takes_group_size:
         return

@@ -75,6 +75,7 @@ auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwards
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
     | it keeps the inputs of many microbatches and repeats their forwards
+sequence_slices=0 needs pipeline_schedule=auto | it measures steps, and simulates others
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (

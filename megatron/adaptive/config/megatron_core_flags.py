@@ -299,7 +299,7 @@ def _fields() -> tuple[tuple[str, Any, Any], ...]:
 if TYPE_CHECKING:
 
     class CoreConfig:
-        """megatron-core."""
+        """Holds settings of megatron-core, as type checkers see them."""
 
         def __init__(self, **values: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...

@@ -100,7 +100,7 @@ class RecordShape:
         )
 
     def content(self) -> dict[str, Any]:
-        """Returns the shape as it is written; the number of slices only if there are any."""
+        """Returns the shape as an entry of the file, which leaves out ``slices`` if it is 1."""
         return {
             name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
         }
@@ -222,9 +222,8 @@ class ScheduleRecord:
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} contains steps {describe_numbers(self.steps)}, but not "
-                f"{describe_numbers(missing)} of those to be replayed; train other iterations, or "
-                "record more"
+                f"{self._source} contains steps {describe_numbers(self.steps)}, but the replay "
+                f"also needs {describe_numbers(missing)}; train other iterations, or record more"
             )
 
     def codes(self, step: int, index: int, num_microbatches: int) -> Codes:

@@ -146,7 +146,7 @@ class Checkpointer:
         Args:
             step: Number of training steps so far.
             seed: Seed of the random numbers that the model draws, as in dropout.
-            extra: Plain values of the user to save, such as the state of a learning-rate scheduler.
+            extra: Numbers, strings, lists and dictionaries to save, such as a scheduler's state.
 
         Raises:
             ConfigError: If ``extra`` cannot be written as JSON.

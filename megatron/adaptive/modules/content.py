@@ -174,11 +174,11 @@ class Content:
 
     @property
     def labels(self) -> list[str]:
-        """Returns a name for each number."""
+        """Returns a name for each number that describes a microbatch."""
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers of a microbatch; those of entries that it lacks are 0."""
+        """Returns the numbers that describe a microbatch, 0 for entries that it lacks."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
@@ -473,7 +473,7 @@ class ContentBalance:
             self._rows = [self._content.numbers(part) for part in rows]
 
     def end(self, times: RankTimes) -> None:
-        """Notes this rank's times of the training step that was begun last."""
+        """Records this rank's times of the current training step."""
         self._steps += 1
         # The first step warms up, so its times are too long.
         if not self._is_timed or self._steps == 1:

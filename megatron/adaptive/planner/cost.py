@@ -194,8 +194,8 @@ class StageSums:
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
-                f" model {inputs.model.name} has {inputs.model.num_layers}: give every layer one"
-                " stage"
+                f" model {inputs.model.name} has {inputs.model.num_layers}: the partition"
+                " must assign every layer"
             )
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
@@ -437,7 +437,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run it so.
+    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run that.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """

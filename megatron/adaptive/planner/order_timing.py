@@ -75,7 +75,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """End times and busy times of the ranks in a step.
+    """Holds the end times and busy times of the ranks in a step.
 
     Attributes:
         end_s: Time from the start of the step to the end of each rank's last action, in seconds,

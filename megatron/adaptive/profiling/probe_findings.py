@@ -49,9 +49,9 @@ class Measure:
 
     Attributes:
         unit: Unit in which figures are printed.
-        scale: Number of units in one of the figure's own unit (seconds, bytes/s, FLOP/s, Hz).
+        scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of the others.
-        least_sheet: Minimum share of the data sheet's figure; 0 if there is no data sheet.
+        least_sheet: Minimum value as a share of the data sheet's; 0 if there is no data sheet.
         is_time: Whether less is better.
         remedy: Advice about an outlier.
     """

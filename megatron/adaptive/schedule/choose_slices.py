@@ -25,8 +25,8 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
-"""Smallest part of a measured time that is left for the work itself. Noise may exceed the time that
-slices add."""
+"""Minimum share of a measured time that counts as the work itself. Noise may make the time that
+slices add look longer than the measured time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -422,7 +422,7 @@ class RankState:
         return index
 
     def _before(self, action: Action) -> int:
-        """Returns the item whose F a B needs last, or whose B a W needs."""
+        """Returns the index of the item that must precede this action: of a B's last F, a W's B."""
         if action.kind is ActionKind.W:
             return action.microbatch
         return action.microbatch - action.microbatch % self.num_slices + self.num_slices - 1

@@ -58,7 +58,7 @@ _MEDIAN_ERROR = 1.25
 """Standard error of a median, relative to that of a mean."""
 
 _LEAST_ERROR = 1e-3
-"""Standard error that is assumed at least for a logarithm of times."""
+"""Minimum standard error assumed for a logarithm of times."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Counts what networks lose: TCP segments of this process, errors of its machine's ports.
+"""Counts lost TCP segments of this process and errors of its machine's network ports.
 
 The kernel counts the segments of each connection (``TCP_INFO``), so that what other programs lose
 does not matter. Connections of gloo, of NCCL over sockets and of the job's store are among these.
@@ -139,7 +139,7 @@ def pause_files() -> list[Path]:
 
 
 def speed_mbit_per_s(interface: str) -> int:
-    """Returns the speed of a network interface in Mbit/s; 0 if it says none.
+    """Returns the speed of a network interface in Mbit/s; 0 if it reports no speed.
 
     Args:
         interface: Name of the interface, such as ``eth0``; empty if unknown.

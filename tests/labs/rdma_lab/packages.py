@@ -106,13 +106,13 @@ def install(packages: list[str]) -> None:
     call(*apt, "install", "-y", "--no-install-recommends", *packages)
 
 
-def call(*command: str | Path, cwd: Path | None = None, given: str | None = None) -> bytes:
+def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None) -> bytes:
     """Runs a program to its end; returns its standard output.
 
     Args:
         command: Program and its arguments.
         cwd: Folder in which it runs.
-        given: Text for its standard input.
+        stdin: Text for its standard input.
 
     Raises:
         LabError: The program failed; the text has the last line of its stderr.
@@ -125,7 +125,7 @@ def call(*command: str | Path, cwd: Path | None = None, given: str | None = None
             "PATH": f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}",
             "DEBIAN_FRONTEND": "noninteractive",
         },
-        input=(given or "").encode(),
+        input=(stdin or "").encode(),
         capture_output=True,
     )
     if done.returncode:

@@ -86,7 +86,7 @@ def _make(kernel: Path) -> None:
         archive = packages.call(
             *"cpio --create --format=newc --owner=0:0 --quiet".split(),
             cwd=root,
-            given="\n".join(names),
+            stdin="\n".join(names),
         )
         (done / "initrd").write_bytes(archive)
         done.rename(kernel)
@@ -142,7 +142,7 @@ def arguments(
     command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
     command += ["-m", str(memory_mib), "-serial", "stdio"]
     command += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
-    # On a busy host the emulated timer would fail the kernel's check.
+    # The kernel's check of its timer would fail on a busy host.
     options = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"
     command += ["-append", f"{options} {' '.join(variables)}"]
     link = "dgram,id={},local.type=fd,local.str={}".format

@@ -45,10 +45,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
             os.chmod(folder, 0o755)
             accounting = not options.no_accounting
-            place = Path(folder, "lab")
-            with Lab(place, kinds, accounting=accounting, settings=options.conf) as lab:
-                words = [*lab.enter("ctl", os.getcwd()), *(options.command or ["bash"])]
-                return subprocess.run(words, env=lab.variables, check=False).returncode
+            root = Path(folder, "lab")
+            with Lab(root, kinds, accounting=accounting, settings=options.conf) as lab:
+                command = [*lab.enter("ctl", os.getcwd()), *(options.command or ["bash"])]
+                return subprocess.run(command, env=lab.variables, check=False).returncode
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

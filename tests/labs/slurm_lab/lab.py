@@ -87,8 +87,8 @@ def why_not(*, accounting: bool = False) -> str | None:
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    wanted = (*PROGRAMS, *(ACCOUNTING if accounting else ()))
-    missing = [name for name in wanted if shutil.which(name, path=path) is None]
+    needed = (*PROGRAMS, *(ACCOUNTING if accounting else ()))
+    missing = [name for name in needed if shutil.which(name, path=path) is None]
     if missing:
         return f"no {', '.join(missing)}: bash prerequisite.sh --slurm"
     probe = subprocess.run(
@@ -234,15 +234,15 @@ class Lab:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Returns the processes of a node, without its first one and those of Slurm."""
-        init, found = self._init(name), []
+        init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == space
                 is_slurm = process.name() in ("slurmd", "sleep", "slurmstepd")
                 if is_here and not is_slurm and process.pid != init:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def close(self) -> None:
         """Ends everything. Idempotent."""
@@ -273,14 +273,14 @@ class Lab:
         said = self.run(["sinfo", "-h", "-N", "-p", "all", "-t", "idle", "-o", "%N"]).stdout
         return len(said.split()) == len(self.nodes)
 
-    def _wait(self, what: str, is_there: object) -> None:
+    def _wait(self, event: str, is_there: object) -> None:
         assert callable(is_there)
         end_s = time.monotonic() + _UP_S
         while not is_there():
             died = self._hosts["ctl"].poll() is not None
             if died or time.monotonic() > end_s:
                 said = (self.folder / "log" / "ctl.txt").read_text(errors="replace")
-                raise LabError(f"no {what} in the Slurm lab: {said[-2000:]}")
+                raise LabError(f"no {event} in the Slurm lab: {said[-2000:]}")
             time.sleep(0.1)
 
     def _write(self) -> None:

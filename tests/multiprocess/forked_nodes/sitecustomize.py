@@ -4,7 +4,7 @@ Imports take a node's fork server, ``torchrun`` or a rank of it seconds of proce
 With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
 be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, hands its files to a
 server of the tests. The server forks it, passes signals on, and ends as the forked one does. If it
-is killed, so is the forked one; without a server it stays what it is.
+is killed, so is the forked one. Without a server it runs its own program.
 
 Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``, also those
 on nodes with namespaces of their own.
@@ -287,6 +287,6 @@ elif SOCKET in os.environ:
         # Slurm signals what its step has started: ranks of a launcher that is forked would miss it.
         ask([0, 1, 2], sys.orig_argv[1:])
     elif EVERY in os.environ:
-        words = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
-        if is_program(words):
-            ask([0, 1, 2], words)
+        command = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
+        if is_program(command):
+            ask([0, 1, 2], command)

@@ -36,14 +36,14 @@ class Done:
 
     Attributes:
         job: Name of the fault.
-        what: Name of the repair in the what-if.
+        repair: Name of the repair in the what-if.
         before_s: Seconds of a step before the repair.
         predicted_s: Seconds of a step as the what-if predicts it.
         real_s: Seconds of a step after the repair.
     """
 
     job: str
-    what: str
+    repair: str
     before_s: float
     predicted_s: float
     real_s: float

@@ -22,10 +22,10 @@ def fitted(folder: Path, **options: Any) -> RankBaselines:
 def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
     """Ranks that are alike but for their noise."""
     rng = np.random.default_rng(seed)
-    own, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
+    levels, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
     return RankBaselines(
-        series=own + noise,
-        by_kind=np.stack([own + noise] * 3, axis=2),
+        series=levels + noise,
+        by_kind=np.stack([levels + noise] * 3, axis=2),
         lasting=100 + ALIKE**2 * np.eye(ranks),
         passing=0.03**2 * np.eye(ranks),
     )

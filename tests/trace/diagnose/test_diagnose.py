@@ -20,7 +20,7 @@ Say = Callable[..., Diagnosis]
 
 @pytest.mark.parametrize(("replicas", "factor"), [(1, 1.3), (2, 1.3), (2, 2.0)])
 def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
-    rank = 2 * replicas  # of the third stage
+    rank = 2 * replicas  # a rank of the third stage
     said = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas)
     (finding,) = said.findings
     assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
@@ -28,7 +28,7 @@ def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
     assert finding.against == ("plan" if replicas == 1 else "peers")
     assert str(finding.period) == "in all iterations"
     assert finding.confidence > 0.95
-    # Less what it costs a step takes what the same run takes without it.
+    # Without the cost of the fault, a step takes as long as in the same run without it.
     without_ms = say(replicas=replicas).step_ms
     assert said.step_ms - finding.cost_ms == pytest.approx(without_ms, rel=0.05)
     assert finding.counts == {"iterations": 15, "actions": 15 * 8 * 2}
@@ -49,8 +49,8 @@ def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -
     write_synthetic(tmp_path, SyntheticRun(faults=(fault,)))
     for path in tmp_path.iterdir():
         header, rest = path.read_text().split("\n", 1)
-        known = {k: v for k, v in json.loads(header).items() if k not in ("layers", "work")}
-        path.write_text(f"{json.dumps(known)}\n{rest}")
+        kept = {k: v for k, v in json.loads(header).items() if k not in ("layers", "work")}
+        path.write_text(f"{json.dumps(kept)}\n{rest}")
     assert diagnose(read_run(tmp_path)).findings == ()
 
 
@@ -62,7 +62,7 @@ def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Fin
     Args:
         folder: for the traces.
         heavy: tokens of the busiest expert of the last stage; others have 100.
-        stood_ms: that the ranks of that stage stand in exchanges.
+        stood_ms: Milliseconds that the ranks of that stage wait in exchanges.
     """
     slow = tuple(Fault(kind="slow-rank", rank=rank, factor=1.2) for rank in (6, 7))
     write_synthetic(folder, SyntheticRun(replicas=2, faults=slow))
@@ -79,8 +79,8 @@ def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Fin
                 }
                 lines[number] = json.dumps({**json.loads(line), **more})
         path.write_text("\n".join([*lines, ""]))
-    found = diagnose(read_run(folder)).findings
-    return [finding for finding in found if finding.cause == "overloaded experts"]
+    findings = diagnose(read_run(folder)).findings
+    return [finding for finding in findings if finding.cause == "overloaded experts"]
 
 
 def test_overloaded_experts_are_named_where_others_wait_for_them(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_spikes_are_named_and_not_taken_for_slowness(say: Say, replicas: int) ->
 
 
 def test_two_faults_are_both_named_the_dearer_first(say: Say) -> None:
-    found = say(
+    findings = say(
         Fault(kind="slow-rank", rank=1, factor=1.6),
         Fault(kind="slow-link", rank=2, to=3, seconds=0.008),
     ).findings
-    assert [f.cause for f in found] == ["slow rank", "slow link"]
+    assert [f.cause for f in findings] == ["slow rank", "slow link"]
 
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 1), (1, 1), (4, 2), (5, 2)])

@@ -11,26 +11,26 @@ from megatron.adaptive.trace.diagnose.samples import best_interval, chance, nois
 def test_an_interval_is_found(first: int, last: int, seed: int) -> None:
     series = np.random.default_rng(seed).normal(0, 0.02, 30)
     series[first : last + 1] += 0.2
-    found = best_interval(series)
-    assert found is not None
-    assert found.inside == slice(first, last + 1)
-    assert found.rise == pytest.approx(0.2, abs=0.03)
-    assert found.score > 10
+    interval = best_interval(series)
+    assert interval is not None
+    assert interval.inside == slice(first, last + 1)
+    assert interval.rise == pytest.approx(0.2, abs=0.03)
+    assert interval.score > 10
 
 
 def test_noise_has_no_interval_worth_the_name() -> None:
     scores = []
     for seed in range(100):
-        found = best_interval(np.random.default_rng(seed).normal(0, 1, 30), floor=1.0)
-        scores.append(0.0 if found is None else found.score)
+        interval = best_interval(np.random.default_rng(seed).normal(0, 1, 30), floor=1.0)
+        scores.append(0.0 if interval is None else interval.score)
     assert max(scores) < 4.5
 
 
 def test_two_wild_numbers_are_no_level() -> None:
     series = np.random.default_rng(0).normal(0, 0.01, 20)
     series[[5, 13]] = 5.0
-    found = best_interval(series)
-    assert found is None or found.rise < 0.1
+    interval = best_interval(series)
+    assert interval is None or interval.rise < 0.1
 
 
 def test_too_few_numbers() -> None:

@@ -18,10 +18,10 @@ def test_no_partition_is_quicker(seed: int, rank_of: tuple[int, ...]) -> None:
     rng = np.random.default_rng(seed)
     stages = len(rank_of)
     times = StageCosts(rng.uniform(1, 3, stages), rng.uniform(0, 4, stages), rank_of)
-    found = best_partition(times, 8)
-    assert sum(found) == 8
+    chosen = best_partition(times, 8)
+    assert sum(chosen) == 8
     best = min(times.rank_ns(partition).max() for partition in every_partition(8, stages))
-    assert times.rank_ns(found).max() == pytest.approx(best)
+    assert times.rank_ns(chosen).max() == pytest.approx(best)
 
 
 def test_equal_stages_get_equal_layers() -> None:

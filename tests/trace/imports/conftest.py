@@ -34,9 +34,9 @@ def job(
     Args:
         replicas: data-parallel replicas.
         stages: one rank each; rank = stage * replicas + replica.
-        microbatches: of each replica.
+        microbatches: Number of microbatches of each replica.
         steps: their numbers.
-        takes: by what forward and backward of a step, replica, stage and microbatch are multiplied.
+        takes: Factor of forward and backward, by step, replica, stage and microbatch.
         transfer: seconds of a message by way, replica, receiving stage and microbatch.
         extra: kind and duration of more operations of rank 0 in each step.
     """
@@ -48,7 +48,7 @@ def job(
         free: dict[tuple[int, int], float] = {}
         for replica in range(replicas):
             orders = [order_of(s, stages, microbatches) for s in range(stages)]
-            at, now = [0] * stages, [0.0] * stages
+            position, now = [0] * stages, [0.0] * stages
             seq: dict[tuple[int, str], int] = {}
 
             def add(
@@ -70,10 +70,10 @@ def job(
                     )
                 )
 
-            while any(at[s] < len(orders[s]) for s in range(stages)):
+            while any(position[s] < len(orders[s]) for s in range(stages)):
                 for stage in range(stages):
-                    while at[stage] < len(orders[stage]):
-                        kind, m = orders[stage][at[stage]]
+                    while position[stage] < len(orders[stage]):
+                        kind, m = orders[stage][position[stage]]
                         way, source = (
                             ("forward", stage - 1) if kind == "F" else ("backward", stage + 1)
                         )
@@ -91,7 +91,7 @@ def job(
                         end = begin + base * takes(step, replica, stage, m)
                         add(stage, f"{way}-compute", begin, end, m)
                         ends[kind, replica, stage, m] = now[stage] = end
-                        at[stage] += 1
+                        position[stage] += 1
             for stage in range(stages):
                 free[replica, stage] = now[stage]
         for kind, length, group in (

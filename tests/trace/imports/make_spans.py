@@ -65,11 +65,11 @@ def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
     """Puts a span around a function, with the microbatch where ``key`` is given."""
 
-    def run(*words: Any, **more: Any) -> Any:
+    def run(*arguments: Any, **more: Any) -> Any:
         with tracer.start_as_current_span(f"megatron.{name}") as span:
             if key:
                 span.set_attribute("megatron.microbatch_id", int(more[key]))
-            return function(*words, **more)
+            return function(*arguments, **more)
 
     return run
 
@@ -80,10 +80,10 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     (folder / "console").mkdir(parents=True, exist_ok=True)
     (folder / "otlp").mkdir(parents=True, exist_ok=True)
-    given = {"service.name": "megatron-lm", "service.instance.id": f"job-7-rank{rank}"}
-    given |= {"nemo.run.id": "job-7", "nv.dl.rank": rank, "nv.dl.world_size": STAGES}
-    given |= {"dl.pipeline_parallel.size": STAGES, "dl.tensor_parallel.size": 1}
-    provider, kept = TracerProvider(resource=Resource(given)), InMemorySpanExporter()
+    attributes = {"service.name": "megatron-lm", "service.instance.id": f"job-7-rank{rank}"}
+    attributes |= {"nemo.run.id": "job-7", "nv.dl.rank": rank, "nv.dl.world_size": STAGES}
+    attributes |= {"dl.pipeline_parallel.size": STAGES, "dl.tensor_parallel.size": 1}
+    provider, kept = TracerProvider(resource=Resource(attributes)), InMemorySpanExporter()
     log = (folder / "console" / f"rank{rank}.log").open("w")
     provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=log)))
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -92,8 +92,8 @@ def main(folder: Path) -> None:
     schedules.forward_step = spanned(tracer, "microbatch.forward", step, "current_microbatch")
     schedules.backward_step = spanned(tracer, "microbatch.backward", back)
     for name in ("recv_forward", "send_forward", "recv_backward", "send_backward"):
-        own = getattr(P2PCommunicator, name)
-        setattr(P2PCommunicator, name, spanned(tracer, f"p2p.{name}", own))
+        method = getattr(P2PCommunicator, name)
+        setattr(P2PCommunicator, name, spanned(tracer, f"p2p.{name}", method))
     config = TransformerConfig(
         num_layers=STAGES,
         hidden_size=WIDTH,
@@ -141,15 +141,15 @@ def main(folder: Path) -> None:
                 run(forward_only=True)
     log.close()
     batches = [None] * STAGES
-    found = MessageToDict(encode_spans(kept.get_finished_spans()))
-    for group in found["resourceSpans"]:  # OTLP's JSON has numbers of spans in hexadecimal
+    encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
+    for group in encoded["resourceSpans"]:  # OTLP's JSON has numbers of spans in hexadecimal
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):
                 if key in span:
                     span[key] = base64.b64decode(span[key]).hex()
-    dist.all_gather_object(batches, found)
+    dist.all_gather_object(batches, encoded)
     if rank == 0:
-        lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in batches]
+        lines = [json.dumps(batch, separators=(",", ":")) + "\n" for batch in batches]
         (folder / "otlp" / "spans.jsonl").write_text("".join(lines))
     dist.destroy_process_group()
 

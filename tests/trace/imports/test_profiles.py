@@ -46,10 +46,10 @@ def test_a_real_profile_has_every_action_and_message(name: str, chunks: int) -> 
         assert table.where("optimizer").sum() == 1
         assert table.where("collective").sum() == 2 * chunks
     assert len(match_messages(tables)) == 2 * (2 * chunks - 1) * MICROBATCHES
-    found = what_if(run)
-    assert not found.notes
-    assert found.simulated_s.shape == (STEPS,)
-    assert (found.simulated_s < found.recorded_s * 1.02).all()
+    answers = what_if(run)
+    assert not answers.notes
+    assert answers.simulated_s.shape == (STEPS,)
+    assert (answers.simulated_s < answers.recorded_s * 1.02).all()
 
 
 @pytest.mark.multiprocess
@@ -65,11 +65,13 @@ def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
         table = trace.table([run.iterations[1]])
         counts = [int(table.where(kind).sum()) for kind in ("F", "B", "optimizer", "collective")]
         assert counts == [2, 2, 1, 4]
-    found = what_if(run)
+    answers = what_if(run)
     assert run.ranks[1].header.dp_rank == 1
-    assert found.slowest == (1,)
-    assert found.repairs[0].description.startswith("rank 1 (stage 0, replica 1) as fast as others")
-    assert "--balance-replicas" in found.repairs[0].flag
+    assert answers.slowest == (1,)
+    assert answers.repairs[0].description.startswith(
+        "rank 1 (stage 0, replica 1) as fast as others"
+    )
+    assert "--balance-replicas" in answers.repairs[0].flag
 
 
 def test_the_size_of_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +213,18 @@ def spans_with(folder: Path, change: Callable[[str], str]) -> Path:
 
 def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     def of_two(text: str) -> str:
-        one, other = text.splitlines()
-        return "\n".join([one, other.replace("job-7", "job-8")])
+        first, second = text.splitlines()
+        return "\n".join([first, second.replace("job-7", "job-8")])
 
     with pytest.raises(TraceError, match="mixes jobs job-7 .* and job-8"):
         load_run(spans_with(tmp_path / "two", of_two))
     coarse = spans_with(tmp_path / "coarse", lambda text: text.replace("microbatch.", "layer."))
     with pytest.raises(TraceError, match="MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch"):
         load_run(coarse)
-    found = load_run(
+    loaded = load_run(
         spans_with(tmp_path / "other", lambda text: text.replace("grad_sync.finish", "new.thing"))
     )
-    assert any("of no known kind: megatron.new.thing (6)" in note for note in found.notes())
+    assert any("of no known kind: megatron.new.thing (6)" in note for note in loaded.notes())
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
     assert "spans.jsonl ends in the middle; the events before that are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())

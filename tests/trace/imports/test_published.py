@@ -34,24 +34,24 @@ def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_pat
     again = read_run(tmp_path / "traces")
     assert not again.notes()  # steps that all begin at 0 lie one behind the other
     for rank, trace in run.ranks.items():
-        for mine, theirs in zip(
+        for span, expected in zip(
             trace.table().spans(), again.ranks[rank].table().spans(), strict=True
         ):
-            assert mine == theirs
+            assert span == expected
     assert run_figures(again, workers=1).bubble_fraction.shape == (2, 6)
 
 
 def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> None:
     run = run_of_columns(make_job(), Path("job"))
     tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
-    found = match_messages(tables)
-    assert len(found) == 2 * 2 * 2 * 4  # ways, replicas, links, microbatches
-    for n in range(len(found)):
-        source, target = tables[int(found.source[n])], tables[int(found.target[n])]
-        same = (source.kind == found.of[n]) & (source.microbatch == found.microbatch[n])
-        assert source.end_ns[same].tolist() == [found.sent_ns[n]]
-        took = (target.kind == found.of[n]) & (target.microbatch == found.microbatch[n])
-        assert target.start_ns[took].tolist() == [found.taken_ns[n]]
+    messages = match_messages(tables)
+    assert len(messages) == 2 * 2 * 2 * 4  # ways, replicas, links, microbatches
+    for n in range(len(messages)):
+        source, target = tables[int(messages.source[n])], tables[int(messages.target[n])]
+        same = (source.kind == messages.of[n]) & (source.microbatch == messages.microbatch[n])
+        assert source.end_ns[same].tolist() == [messages.sent_ns[n]]
+        took = (target.kind == messages.of[n]) & (target.microbatch == messages.microbatch[n])
+        assert target.start_ns[took].tolist() == [messages.taken_ns[n]]
 
 
 def test_chunks_and_unnumbered_microbatches() -> None:
@@ -145,9 +145,10 @@ def test_parquet_holds_the_same_table(make_job: Job, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet").write_table(
         pyarrow.table(table), tmp_path / "job.parquet"
     )
-    ours = read_table(tmp_path / "job.parquet").ranks[0].table()
+    table_read = read_table(tmp_path / "job.parquet").ranks[0].table()
     assert (
-        ours.spans() == read_table(write_csv(table, tmp_path / "job.csv")).ranks[0].table().spans()
+        table_read.spans()
+        == read_table(write_csv(table, tmp_path / "job.csv")).ranks[0].table().spans()
     )
 
 

@@ -26,15 +26,15 @@ def nanoseconds(microseconds: float) -> int:
 
 def broken_rules(events: list[Event]) -> list[str]:
     """Every rule that the events break, a line each."""
-    found = [line for event in events for line in _fields(event)]
+    broken = [line for event in events for line in _fields(event)]
     slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])
             slices[event["pid"], event["tid"]].append((start, start + nanoseconds(event["dur"])))
     for thread, spans in slices.items():
-        found += _nesting(thread, spans)
-    return [*found, *_flows(events), *_counters(events), *_names(events)]
+        broken += _nesting(thread, spans)
+    return [*broken, *_flows(events), *_counters(events), *_names(events)]
 
 
 def _fields(event: Event) -> list[str]:
@@ -75,7 +75,7 @@ def _flows(events: list[Event]) -> list[str]:
     ends: dict[tuple[Any, str, str], list[str]] = defaultdict(list)
     times: dict[tuple[Any, str], int] = {}
     last: dict[tuple[int, int], tuple[int, int]] = {}
-    for event in events:  # in the file's order: the slice has to stand before its flow
+    for event in events:  # the file's order counts: a slice comes before its flow
         where = (event["pid"], event["tid"])
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])

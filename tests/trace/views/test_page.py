@@ -1,4 +1,4 @@
-"""The page: what it holds is what the trace says, and small enough."""
+"""The page: its content is that of the trace, and it is small enough."""
 
 import base64
 import gzip
@@ -40,35 +40,35 @@ class Page:
         self.text = path.read_text()
         self.head = self._script("page")
 
-    def block(self, group: int, place: int) -> dict[str, Any]:
+    def block(self, group: int, number: int) -> dict[str, Any]:
         """A block with its columns as arrays."""
-        return decode(self._script(f"block-{group}-{place}"))
+        return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:
-        found = re.search(f'<script type="application/json" id="{name}">(.*?)</script>', self.text)
-        assert found is not None
-        content: dict[str, Any] = json.loads(found[1])
+        match = re.search(f'<script type="application/json" id="{name}">(.*?)</script>', self.text)
+        assert match is not None
+        content: dict[str, Any] = json.loads(match[1])
         return content
 
 
 def decode(block: dict[str, Any]) -> dict[str, Any]:
-    data, at = gzip.decompress(base64.b64decode(block["data"])), 0
+    data, offset = gzip.decompress(base64.b64decode(block["data"])), 0
     for name, kind, length in block["columns"]:
-        assert at % np.dtype(kind).itemsize == 0, "arrays of JavaScript begin at multiples"
-        block[name] = np.frombuffer(data, kind, length, at)
-        at += block[name].nbytes
-    assert at == len(data)
+        assert offset % np.dtype(kind).itemsize == 0, "arrays of JavaScript begin at multiples"
+        block[name] = np.frombuffer(data, kind, length, offset)
+        offset += block[name].nbytes
+    assert offset == len(data)
     return block
 
 
 def test_bars_and_messages_are_those_of_the_trace(make: Make, tmp_path: Path) -> None:
     run = make(num_ranks=3, num_chunks=2, iterations=3)
     assert write_page(run, tmp_path / "a.html", [2, 3]) == []
-    found = Page(tmp_path / "a.html")
-    assert found.head["iterations"] == [2, 3]
-    block = found.block(0, 1)
+    page = Page(tmp_path / "a.html")
+    assert page.head["iterations"] == [2, 3]
+    block = page.block(0, 1)
     start_ns = min(int(t.table([3]).of_kind("F").start_ns.min()) for t in run.ranks.values())
-    kinds = [(c["kind"], c["chunk"]) for c in found.head["categories"]]
+    kinds = [(c["kind"], c["chunk"]) for c in page.head["categories"]]
     for rank, trace in run.ranks.items():
         row = slice(block["offset"][rank], block["offset"][rank + 1])
         bars = [
@@ -83,9 +83,9 @@ def test_bars_and_messages_are_those_of_the_trace(make: Make, tmp_path: Path) ->
             expected = zip((spans.start_ns - start_ns).tolist(), spans.duration_ns, strict=True)
             assert sorted(bar[2:] for bar in bars if bar[0] == kind) == sorted(expected)
         forwards = trace.table([3]).of_kind("F")
-        mine = np.isin(block["category"][row], [kinds.index(("F", 0)), kinds.index(("F", 1))])
+        is_forward = np.isin(block["category"][row], [kinds.index(("F", 0)), kinds.index(("F", 1))])
         for name in ("microbatch", "chunk", "bytes", "in_flight_bytes", "queue_depth", "reason"):
-            assert sorted(block[name][row][mine]) == sorted(getattr(forwards, name)), name
+            assert sorted(block[name][row][is_forward]) == sorted(getattr(forwards, name)), name
     sends = sum(len(t.table([3]).of_kind("send")) for t in run.ranks.values())
     assert len(block["sent"]) == sends
     assert (block["arrived"] >= block["sent"]).all()
@@ -128,9 +128,9 @@ def test_of_too_many_spans_there_are_fewer_iterations_and_the_longest(
     whole = Page(tmp_path / "all.html").block(0, 3)
     monkeypatch.setattr(page, "MAX_SPANS", 200)
     notes = write_page(run, tmp_path / "few.html", run.iterations)
-    found = Page(tmp_path / "few.html")
-    assert found.head["iterations"] == [4]
-    few = found.block(0, 0)
+    written = Page(tmp_path / "few.html")
+    assert written.head["iterations"] == [4]
+    few = written.block(0, 0)
     left_out = len(whole["start"]) - 200
     assert notes == [
         "1 of 4 iterations: the slowest, and evenly spaced ones",
@@ -145,10 +145,10 @@ def test_of_too_many_spans_there_are_fewer_iterations_and_the_longest(
 def test_several_replicas(make: Make, tmp_path: Path) -> None:
     run = make(num_ranks=2, replicas=3, iterations=1)
     write_page(run, tmp_path / "a.html", [1])
-    found = Page(tmp_path / "a.html")
-    names = [group["name"] for group in found.head["groups"]]
+    page = Page(tmp_path / "a.html")
+    names = [group["name"] for group in page.head["groups"]]
     assert names == ["replica 0", "replica 1", "replica 2"]
-    assert found.head["groups"][1]["rows"] == ["stage 0, rank 1", "stage 1, rank 4"]
+    assert page.head["groups"][1]["rows"] == ["stage 0, rank 1", "stage 1, rank 4"]
     write_page(run, tmp_path / "b.html", [1], dp_rank=2)
     assert [group["name"] for group in Page(tmp_path / "b.html").head["groups"]] == ["replica 2"]
 
@@ -170,22 +170,22 @@ def test_missing_ranks_are_rows_that_say_so(make: Make, tmp_path: Path) -> None:
     (run.origin / trace_file_name(1)).unlink()
     notes = write_page(read_run(run.origin), tmp_path / "a.html", [1])
     assert notes == ["1 steps, incomplete or very large, are not simulated"]
-    found = Page(tmp_path / "a.html")
-    assert found.head["groups"][0]["rows"][1] == "stage 1: no trace"
-    assert any("no trace of ranks 1" in note for note in found.head["notes"])
-    assert found.block(0, 0)["offset"][1] == found.block(0, 0)["offset"][2]
+    page = Page(tmp_path / "a.html")
+    assert page.head["groups"][0]["rows"][1] == "stage 1: no trace"
+    assert any("no trace of ranks 1" in note for note in page.head["notes"])
+    assert page.block(0, 0)["offset"][1] == page.block(0, 0)["offset"][2]
 
 
 def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Path) -> None:
     run = read_run(write_run(run="</script><b>&"))
     write_page(run, tmp_path / "a.html", run.iterations)
-    found = Page(tmp_path / "a.html")
-    assert found.head["title"] == "Pipeline trace of </script><b>&"
-    assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in found.text
+    page = Page(tmp_path / "a.html")
+    assert page.head["title"] == "Pipeline trace of </script><b>&"
+    assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in page.text
     # Nothing is loaded from elsewhere.
-    assert "default-src 'none'" in found.text
-    assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", found.text)
-    assert len(found.text) < 8_000_000
+    assert "default-src 'none'" in page.text
+    assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", page.text)
+    assert len(page.text) < 8_000_000
 
 
 def test_what_is_not_there_is_refused(make: Make, tmp_path: Path) -> None:

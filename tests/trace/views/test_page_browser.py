@@ -105,9 +105,9 @@ def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
     actions.perform()
 
 
-def double_click(page: Any, place: tuple[float, float]) -> None:
+def double_click(page: Any, point: tuple[float, float]) -> None:
     actions = pointer(page)
-    actions.pointer_action.move_to_location(*map(int, place))
+    actions.pointer_action.move_to_location(*map(int, point))
     for _ in range(2):
         actions.pointer_action.pointer_down()
         actions.pointer_action.pointer_up()
@@ -115,8 +115,8 @@ def double_click(page: Any, place: tuple[float, float]) -> None:
 
 
 def x_range(page: Any) -> list[float]:
-    found: list[float] = page.execute_script("return chart._fullLayout.xaxis.range.map(Number)")
-    return found
+    limits: list[float] = page.execute_script("return chart._fullLayout.xaxis.range.map(Number)")
+    return limits
 
 
 def test_it_opens_without_an_error_and_asks_nobody(page: Any, figures: RunFigures) -> None:
@@ -147,7 +147,7 @@ def test_dragging_zooms_and_a_double_click_goes_back(page: Any) -> None:
     assert high == pytest.approx(whole[0] + 0.6 * width, abs=0.01 * width)
     wait_for(page, "return state.from === arguments[0]", low)
     back = "return chart._fullLayout.xaxis.range.every((x, i) => Math.abs(x - arguments[i]) < 1e-6)"
-    for _ in range(20):  # on a busy machine the two clicks may come too far apart
+    for _ in range(20):  # a busy machine may put too much time between the clicks
         double_click(page, plot_point(page, 0.5, 0.5))
         if came_true(page, back, *whole):
             break

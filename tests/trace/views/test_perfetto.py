@@ -59,14 +59,14 @@ def test_every_span_is_a_slice_with_its_times_and_figures(run: RunTrace) -> None
     first = min(int(trace.table().start_ns.min()) for trace in run.ranks.values())
     for rank, trace in run.ranks.items():
         table = trace.table()
-        mine = [event for event in of_phase(events, "X") if event["pid"] == rank + 1]
+        slices = [event for event in of_phase(events, "X") if event["pid"] == rank + 1]
         expected = sorted(
             (start - first, max(end - start, 1))
             for start, end in zip(table.start_ns.tolist(), table.end_ns.tolist(), strict=True)
         )
-        times = [(rules.nanoseconds(e["ts"]), rules.nanoseconds(e["dur"])) for e in mine]
+        times = [(rules.nanoseconds(e["ts"]), rules.nanoseconds(e["dur"])) for e in slices]
         assert sorted(times) == expected
-        forwards = [event for event in mine if event["cat"] == "forward"]
+        forwards = [event for event in slices if event["cat"] == "forward"]
         spans = table.of_kind("F").spans()
         names = Counter(f"forward {span.chunk}-{span.microbatch}" for span in spans)
         assert Counter(event["name"] for event in forwards) == names
@@ -128,7 +128,7 @@ def test_names_and_order_of_processes(run: RunTrace) -> None:
 def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     spans = [
         Span("F", 0, 0, 1_000, 5_000, 1),
-        Span("F", 0, 1, 3_000, 8_000, 1),  # as two streams of a device may do it
+        Span("F", 0, 1, 3_000, 8_000, 1),  # two streams of a device may overlap
         Span("B", 0, 0, 8_000, 8_000, 1),  # no length at all
         Span("B", 0, 1, 8_000, 9_000, 1),
         Span("receive", 0, 0, 100, 1_000, 1, of="F", peer=1, reason="seen"),
@@ -153,19 +153,19 @@ def test_what_microbatches_hold_is_with_their_actions(tmp_path: Path) -> None:
             start = 1000 * iteration
             recorder.begin_iteration(iteration, 2, start_ns=start, lengths=lengths)
             for microbatch in range(2):
-                at = start + 100 * microbatch
-                record(recorder, "data", -1, microbatch, at, at + 5)
-                record(recorder, "F", 0, microbatch, at + 10, at + 20)
+                start_ns = start + 100 * microbatch
+                record(recorder, "data", -1, microbatch, start_ns, start_ns + 5)
+                record(recorder, "F", 0, microbatch, start_ns + 10, start_ns + 20)
             recorder.end_iteration()
     run = read_run(tmp_path)
     assert pipeline_step(run, 1).lengths == ((16, 9, 4), (8, 8))
     assert pipeline_step(run, 2).lengths == ()
-    found = defaultdict(list)
+    shown = defaultdict(list)
     for event in of_phase(list(perfetto_events(run, [1, 2])), "X"):
-        given = event["args"]
-        found[event["cat"]].append([given.get(n) for n in ("tokens", "padding", "lengths")])
+        arguments = event["args"]
+        shown[event["cat"]].append([arguments.get(n) for n in ("tokens", "padding", "lengths")])
     expected = [[13, 3, [9, 4]], [8, 0, [8]], [None] * 3, [None] * 3]
-    assert found == {"forward": expected, "data": expected}
+    assert shown == {"forward": expected, "data": expected}
 
 
 def test_times_survive_rounding_and_cutting_off() -> None:
@@ -199,12 +199,12 @@ def test_one_replica_and_missing_ranks(run: RunTrace, tmp_path: Path) -> None:
 def test_what_is_too_much_is_left_out_and_said(
     run: RunTrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = sum(len(trace.table([3])) for trace in run.ranks.values())
-    monkeypatch.setattr(perfetto, "MAX_SPANS", one + one // 2)
+    count = sum(len(trace.table([3])) for trace in run.ranks.values())
+    monkeypatch.setattr(perfetto, "MAX_SPANS", count + count // 2)
     (note,) = write_perfetto(run, tmp_path / "a.json", run.iterations)
     assert "the last 1 of 3 iterations" in note
-    found = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-    assert len(of_phase(found, "X")) == one
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert len(of_phase(events, "X")) == count
 
 
 def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:

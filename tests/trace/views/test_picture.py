@@ -24,8 +24,8 @@ from tests.trace.conftest import step_of
 def share(path: Path, color: str) -> float:
     """Share of the picture's pixels that have a colour ``RRGGBB``."""
     pixels = np.rint(imread(path)[..., :3] * 255).astype(int)
-    wanted = [int(color[i : i + 2], 16) for i in (0, 2, 4)]
-    return float(np.all(pixels == wanted, axis=-1).mean())
+    channels = [int(color[i : i + 2], 16) for i in (0, 2, 4)]
+    return float(np.all(pixels == channels, axis=-1).mean())
 
 
 def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def simulated(*names: str) -> list[tuple[str, SimResult]]:
 
 
 def test_simulated_steps_have_every_kind_and_chunk_in_its_color(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.png", tmp_path / "two.png"
-    write_comparison(simulated("1f1b"), one)
-    write_comparison(simulated("1f1b", "zb-v"), two)
-    assert imread(two).shape[0] > imread(one).shape[0]
-    assert all(share(two, chunk_color(kind, chunk, 2)) for kind in "FBW" for chunk in range(2))
+    single, double = tmp_path / "one.png", tmp_path / "two.png"
+    write_comparison(simulated("1f1b"), single)
+    write_comparison(simulated("1f1b", "zb-v"), double)
+    assert imread(double).shape[0] > imread(single).shape[0]
+    assert all(share(double, chunk_color(kind, chunk, 2)) for kind in "FBW" for chunk in range(2))
     with pytest.raises(TraceError):
-        write_comparison(simulated("1f1b"), one / "steps.png")
+        write_comparison(simulated("1f1b"), single / "steps.png")

@@ -34,12 +34,12 @@ def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path
     ]
     parts, names = figures.parts_ms, list(PARTS)
     for rank in range(2):
-        place = tmp_path / "curves" / f"rank {rank:05d}"
-        bubbles = curve(place, "pipeline/bubble fraction")
+        folder = tmp_path / "curves" / f"rank {rank:05d}"
+        bubbles = curve(folder, "pipeline/bubble fraction")
         assert [step for step, _ in bubbles] == [1, 2, 3]
         expected = figures.bubble_fraction[:, rank].tolist()
         assert [value for _, value in bubbles] == pytest.approx(expected)
-        waits = curve(place, "pipeline parts/wait input ms")
+        waits = curve(folder, "pipeline parts/wait input ms")
         expected = parts[:, rank, names.index("input")].tolist()
         assert [value for _, value in waits] == pytest.approx(expected)
     means = curve(tmp_path / "curves" / "mean", "pipeline/step time ms")

@@ -61,12 +61,12 @@ def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, in
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
-    found, covered = [], 0
+    cells, covered = [], 0
     for cell in sheet[row][1:]:
         if cell.fill.fill_type == "solid" and cell.column > covered:
             covered = widths.get(cell.column, cell.column)
-            found.append((cell.value, cell.fill.start_color.rgb[-6:], cell.column, covered))
-    return found
+            cells.append((cell.value, cell.fill.start_color.rgb[-6:], cell.column, covered))
+    return cells
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 8), (4, 1, 6)])
@@ -102,8 +102,8 @@ def test_widths_and_idle_cells_show_time(draw: Callable[..., tuple[PipelineStep,
     assert step.step_ns == 9_000_000
     assert sheet.freeze_panes == "B3"
     assert "adaptive schedule, iteration 1" in sheet["A1"].value
-    words = {cell.value for row in sheet.iter_rows(min_row=6) for cell in row if cell.value}
-    assert {"legend", "chunk 0", "forward", "backward", "idle (bubble)"} <= words
+    texts = {cell.value for row in sheet.iter_rows(min_row=6) for cell in row if cell.value}
+    assert {"legend", "chunk 0", "forward", "backward", "idle (bubble)"} <= texts
 
 
 def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
         assert chart_row(book[name], 4) == []
         assert len(chart_row(book[name], 5)) == 6
     assert book["summary"]["B4"].value == "no trace of this rank"
-    words = [cell.value for cell in book["summary"]["A"] if cell.value]
-    assert f"no trace of ranks 1 in {folder}" in words
+    texts = [cell.value for cell in book["summary"]["A"] if cell.value]
+    assert f"no trace of ranks 1 in {folder}" in texts
 
 
 def check_file(path: Path) -> None:
@@ -156,7 +156,7 @@ def test_sixteen_stages_four_chunks_sixty_four_microbatches(
 
 
 def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> None:
-    # At four columns per action this step would need 40 million columns.
+    # This step would need 40 million columns if each action had four.
     ends = (Span("F", 0, 0, 0, 10, 1), Span("B", 0, 0, 99_999_990, 100_000_000, 1))
     grid = lay_out(step_of(ends))
     assert grid.num_columns < MAX_COLUMNS

@@ -1,6 +1,6 @@
 """The workbook as LibreOffice opens it: nothing repaired, nothing lost, cells are the trace.
 
-LibreOffice loads it and saves it anew; what it took in is what is in the new file.
+LibreOffice loads it and saves it again; the new file must have the same content.
 """
 
 import shutil
@@ -49,8 +49,8 @@ def opened(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    words = (done.stdout + done.stderr).lower()
-    assert not [word for word in ("repair", "corrupt", "error") if word in words], words
+    output = (done.stdout + done.stderr).lower()
+    assert not [word for word in ("repair", "corrupt", "error") if word in output], output
     saved = tmp_path / "saved" / "chart.xlsx"
     assert saved.exists(), done.stdout + done.stderr
     return step, figures, load_workbook(path), load_workbook(saved)
@@ -71,9 +71,11 @@ def test_it_opens_and_nothing_is_lost(
     for name in written.sheetnames:
         before, after = values_of(written[name]), values_of(saved[name])
         assert after.keys() == before.keys()
-        for place, value in before.items():
+        for position, value in before.items():
             close = isinstance(value, int | float)
-            assert after[place] == (pytest.approx(value, rel=1e-12) if close else value), place
+            assert after[position] == (pytest.approx(value, rel=1e-12) if close else value), (
+                position
+            )
     assert len(saved["charts"]._charts) == len(written["charts"]._charts) == 2
 
     # Cells of the charts are the trace.

@@ -19,13 +19,13 @@ SURE = 3.2
 """Minimum rise of the waits to report a part of the run, as a number of standard errors."""
 
 MOST_OF = 0.75
-"""Fraction of the iterations with a wait, from which the wait counts as lasting."""
+"""Minimum fraction of iterations with a wait for the wait to count as lasting."""
 
 LEAST_NOISE = 0.005
-"""Standard deviation of the noise that is assumed at least, as a fraction of an iteration."""
+"""Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
 
 LEAST_BUSY = 0.1
-"""Fraction of the computing time that remains at least when the waits are left out."""
+"""Minimum fraction of the computing time that remains without the waits."""
 
 
 class BusyMachineCause(Cause):

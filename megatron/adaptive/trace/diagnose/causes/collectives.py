@@ -50,7 +50,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups needed to compare a group with them."""
 
 _LEAST_LEFT = 0.1
-"""Fraction of an operation that remains at least when a delay is left out."""
+"""Minimum fraction of an operation that remains without a delay."""
 
 
 class SlowMember(Cause):
