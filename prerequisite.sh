@@ -112,13 +112,14 @@ declare -A lost=(
   [slurm]='the tests on a Slurm cluster are skipped'
   [benchmarks]='benchmarks/transport.py does not compare with MPI and UCX'
 )
-# Each in a folder of its own; triton is what those from 0.18 on import.
+# Each in a folder of its own; triton is what those from 0.18 on import, and the last has muon.
 core_versions=(
   megatron-core==0.15.3 megatron-core==0.17.1 megatron-core==0.18.2 megatron-core==0.19.2
-  triton==3.9.0
+  triton==3.9.0 emerging-optimizers==0.3.0
 )
 core_folder=$root/build/megatron-core
 newest_core=megatron-core==0.19.2
+muon=${core_versions[-1]}
 
 # ---- which Python
 
@@ -423,7 +424,7 @@ install_versions() {
   mkdir -p -- "$core_folder"
   for pin in $(missing_versions); do
     fresh=$work/$pin
-    if [[ $pin == megatron-core* ]]; then
+    if [[ $pin != triton* ]]; then
       pip_step "unpacking $pin under $core_folder" --no-deps --target "$fresh" \
         --python-version 3.12 --only-binary :all: --ignore-requires-python "$pin"
     else
@@ -542,10 +543,13 @@ make_target() {
 install_newest_core() {
   local site helper
   python=$target/bin/python
+  log_steps_to "$root/build/prerequisite.log"
+  if ((${target_version#3.} >= 12)) && ! "$python" -m pip show "${muon%%=*}" >/dev/null 2>&1; then
+    pip_step "installing $muon" "$muon" || say "warning: pip could not install $muon, which has muon"
+  fi
   if "$python" -m pip show "${newest_core%%=*}" 2>/dev/null | grep -qx "Version: ${newest_core##*=}"; then
     return
   fi
-  log_steps_to "$root/build/prerequisite.log"
   if pip_step "installing $newest_core" "$newest_core"; then return; fi
   work=$(mktemp -d)
   # The compiled helper is that of the pinned release, whose wheel fits this Python.

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -133,8 +134,9 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     worker.require_equal(resumed.state(), run.state(), "resumed")
     with pytest.raises(CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint and 48"):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    common = torch.load(path / "common.pt", weights_only=False)
-    torch.save({**common, "evil": Evil(tmp_path / "ran")}, path / "common.pt")
+    file = path / "common.pt"  # megatron-core 0.19 does not write it, and prefers it if it is there
+    common = torch.load(file, weights_only=False) if file.exists() else {}
+    torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
         make(load=tmp_path, trust_checkpoint=None, **flags).checkpoints.load()
     assert not (tmp_path / "ran").exists()
@@ -150,7 +152,7 @@ class Evil:
         return os.system, (f"touch {self._path}",)
 
 
-def save_as_megatron_lm(run: Any, folder: Path, iteration: int) -> Path:
+def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = None) -> Path:
     """Saves by megatron-core what Megatron-LM's trainer saves, and returns the folder of it."""
     config, path = run.config, folder / f"iter_{iteration:07d}"
     samples = iteration * config.batch.global_batch_size
@@ -182,10 +184,30 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int) -> Path:
         "opt_param_scheduler": run.scheduler.state_dict(),
         "rng_state": ShardedObject("rng_state", [{"python": 1}], (1, 1), (0, 0)),
     }
+    if further is not None:
+        whole["further"] = further
     path.mkdir()
     dist_checkpointing.save(whole, str(path), ("torch_dist", 1), content_metadata=content)
     (folder / TRACKER).write_text(str(iteration))
     return path
+
+
+def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
+    """megatron-core 0.19 writes them as an object of the index instead of in a file."""
+    flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
+    run = make(**flags)
+    run.learn(0, 3)
+    path = save_as_megatron_lm(run, tmp_path, 3)
+    file = path / "common.pt"
+    if file.exists():
+        common = torch.load(file, weights_only=False)
+        shutil.rmtree(path)
+        save_as_megatron_lm(run, tmp_path, 3, ShardedObject("common_state", common, (1,), (0,)))
+        file.unlink()
+    losses = run.learn(3, 6)
+    resumed = make(load=tmp_path, trust_checkpoint=None, **flags)
+    resumed.checkpoints.load()
+    assert resumed.learn(3, 6) == losses
 
 
 def test_what_is_written_behind_training_is_the_state_of_its_moment(

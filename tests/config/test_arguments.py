@@ -137,9 +137,18 @@ def test_a_checkpoint_holds_settings_of_megatron_core_that_were_given() -> None:
     assert saved["core"] == {"multi_latent_attention": True, "window_size": [16, 0]}
     assert TrainerConfig.from_dict(saved) == config
     saved["core"] = {"muon_split_qkv": False}  # earlier versions saved it, and used it nowhere
-    assert TrainerConfig.from_dict(saved).core == small().core
+    former = TrainerConfig.from_dict(saved)
+    assert (former.core, former.optimizer) == (small().core, small().optimizer)
     del saved["core"]
     assert TrainerConfig.from_dict(saved).core == small().core
+
+
+def test_a_checkpoint_holds_settings_of_muon() -> None:
+    config = small("--optimizer muon --muon-no-split-qkv --muon-nesterov --muon-num-ns-steps 3")
+    settings = config.optimizer
+    assert (settings.muon_split_qkv, settings.muon_nesterov) == (False, True)
+    saved = json.loads(json.dumps(config.to_dict()))
+    assert TrainerConfig.from_dict(saved) == config
 
 
 def test_each_flag_is_refused_in_one_line_that_says_what_to_do() -> None:
@@ -187,8 +196,13 @@ NO_LENGTH => --train-iters or --train-samples
 --window-size 8,2 => '8,2' ends with 2 | give 8,0
 --no-rope-freq [0]*a => [0]*a | neither a number nor a list
 --rope-type linear => 'linear' | rope, yarn
---optimizer muon => 'muon' | one optimizer for all weights | adam
---optimizer soap => 'soap' | one optimizer for all weights | adam
+--optimizer soap => 'soap' | state of adam, sgd and muon | use one of these
+--optimizer dist_muon => 'dist_muon' | state of adam, sgd and muon | use one of these
+--muon-momentum 0.8 => --muon-momentum 0.8 with --optimizer adam needs --optimizer muon
+--optimizer muon --fp16 => --optimizer muon and --fp16 exclude each other | use bf16
+--optimizer muon --use-distributed-optimizer
+    => --use-distributed-optimizer | --optimizer muon | only the state of adam
+--optimizer muon --muon-scalar-optimizer lion => 'lion' | state of adam, sgd and muon
 --use-layer-wise-distributed-optimizer
     => refuses | --use-distributed-optimizer
 --dataloader-type cyclic => 'cyclic' is refused

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.data.loader import BatchSizes
 
@@ -56,15 +58,18 @@ def random_case(rng: random.Random) -> tuple[int, int, int, tuple[int, int, int]
 
 
 def test_ramp_up_equals_megatron_core() -> None:
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+    from megatron.core import num_microbatches_calculator
 
+    calculator_class = getattr(
+        num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator", None
+    )
+    if calculator_class is None:
+        pytest.skip("this megatron-core has no batch sizes that grow linearly")
     rng = random.Random(3)
     for _ in range(60):
         micro, copies, last, ramp = random_case(rng)
         sizes = sizes_of(last, ramp, micro=micro, copies=copies)
-        calculator = RampupBatchsizeNumMicroBatchesCalculator(
-            last, micro, copies, False, 1, ramp[0], ramp[1], ramp[2]
-        )
+        calculator = calculator_class(last, micro, copies, False, 1, ramp[0], ramp[1], ramp[2])
         boundaries = [ramp[2] * part // 40 + shift for part in range(41) for shift in (-1, 0, 1)]
         for samples in (0, *filter(lambda count: count > 0, boundaries), ramp[2] * 3):
             calculator.update(samples, consistency_check=True)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive import extension
+from megatron.adaptive import accelerator, extension
 
-from ..multiprocess.launch import run_ranks, tail
+accelerator.install()  # before any of these tests imports megatron.core
+
+from ..multiprocess.launch import run_ranks, tail  # noqa: E402
 
 MEMBERS = Path(__file__).with_name("members.py")
 WATCHDOG_S = 90.0

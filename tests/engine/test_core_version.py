@@ -61,7 +61,7 @@ def test_others_are_told_by_name(change: dict[str, Any], line: str | None) -> No
 
 def test_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_version.schedules, "check_first_val_step", first_val_reordered)
-    with pytest.raises(SetupError, match=r"^megatron-core 0\.16\.1: its check_first_val_step .*$"):
+    with pytest.raises(SetupError, match=r"^megatron-core \S+: its check_first_val_step .*$"):
         check()
     monkeypatch.undo()
     monkeypatch.delattr(core_version.process_groups_config, "ProcessGroupCollection")

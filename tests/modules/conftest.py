@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.keepers import keepers
+from megatron.adaptive import accelerator
 
-from .models import Training
+accelerator.install()  # before any of these tests imports megatron.core
+
+from tests.checkpoint.keepers import keepers  # noqa: E402
+
+from .models import Training  # noqa: E402
 
 __all__ = ["keepers"]
 

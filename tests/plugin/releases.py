@@ -22,7 +22,7 @@ def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
         yield str(ROOT)
         return
     core = UNPACKED / f"megatron-core=={request.param}"
-    others = [path for path in UNPACKED.glob("*==*") if not path.name.startswith("megatron-core")]
+    others = [*UNPACKED.glob("triton==*")]
     if not core.exists() or not others:
         pytest.skip(f"megatron-core {request.param} is not there: bash prerequisite.sh --versions")
     path = ":".join(map(str, [core, ROOT, *others]))

@@ -8,10 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from megatron.core.parallel_state import RankGenerator
 
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.profiling.probe_findings import (
+from megatron.adaptive import accelerator
+
+accelerator.install()
+
+from megatron.core.parallel_state import RankGenerator  # noqa: E402
+
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.profiling.probe_findings import (  # noqa: E402
     ALL_REDUCE,
     CLOCK,
     LARGE_MESSAGE,
@@ -22,7 +27,7 @@ from megatron.adaptive.profiling.probe_findings import (
     better_of,
     find_outliers,
 )
-from megatron.adaptive.profiling.probe_layout import (
+from megatron.adaptive.profiling.probe_layout import (  # noqa: E402
     CONTEXT,
     DATA,
     EXPERT,

@@ -113,7 +113,17 @@ def load(task: Task, model: Any, optimizer: Any) -> None:
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=layout)
     state = dist_checkpointing.load(state, task["checkpoint"])
     inner.load_state_dict(state["model"])
-    optimizer.load_state_dict(with_steps(state["optimizer"]))
+    optimizer.load_state_dict(with_steps(by_part(state["optimizer"])))
+
+
+def by_part(state: Any) -> Any:
+    """Gives groups of parameters to the parts of muon's state that have them in megatron-core."""
+    if "scalars" in state:
+        for part, kept in ((0, state), (1, state.pop("scalars"))):
+            groups = zip(kept["param_groups"], state[part]["param_groups"], strict=True)
+            state[part]["param_groups"] = [saved | numbers for saved, numbers in groups]
+        return {part: state[part] for part in (0, 1)}
+    return state
 
 
 def with_steps(state: Any) -> Any:

@@ -58,6 +58,7 @@ class Model:
         ranks: Number of ranks on which the trainer runs.
         settings: Settings of megatron-core's configuration, besides ``SIZES``.
         gpt: Arguments of megatron-core's model.
+        optimizer: Settings of megatron-core's optimizer.
         bf16: Whether weights are in bfloat16.
         rel: Largest relative difference of losses, from rounding.
     """
@@ -66,6 +67,7 @@ class Model:
     ranks: int = 2
     settings: Mapping[str, Any] = field(default_factory=dict)
     gpt: Mapping[str, Any] = field(default_factory=lambda: ROTARY)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
     bf16: bool = False
     rel: float = 1e-6
 
@@ -130,9 +132,8 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def run(command: list[str], ranks: int, log: Path, version: str) -> None:
+def run(command: list[str], ranks: int, log: Path, path: str) -> None:
     """Runs a program with a release; fails unless all ranks succeed."""
-    path = path_of(version)
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 
@@ -144,23 +145,34 @@ def test_steps_are_those_of_its_own_loop(
     tmp_path: Path,
     write_tokens: Callable[..., str],
 ) -> None:
-    described = MODELS[model]
+    compare(MODELS[model], path_of(release), tmp_path, write_tokens)
+
+
+def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..., str]) -> None:
+    """Trains a model by the trainer and by the program with megatron-core's own loop.
+
+    Args:
+        described: Model to train.
+        path: Folders from which ranks import megatron-core.
+        folder: Folder for files.
+        write_tokens: Function that writes documents.
+    """
     numbers = random.Random(7)
     documents = [
         [numbers.randrange(VOCABULARY - 1) for _ in range(numbers.randrange(10, 60))]
         for _ in range(40)
     ]
     data = write_tokens(documents)
-    folder, log = tmp_path / "saved", tmp_path / "trainer.txt"
-    flags = f"{COMMON} {described.flags} --data-path {data} --save {folder}".split()
-    run(["-m", "megatron.adaptive", "train", "rank", *flags], described.ranks, log, release)
+    saved, log = folder / "saved", folder / "trainer.txt"
+    flags = f"{COMMON} {described.flags} --data-path {data} --save {saved}".split()
+    run(["-m", "megatron.adaptive", "train", "rank", *flags], described.ranks, log, path)
     trained = [(float(loss), float(norm)) for loss, norm in STEPS.findall(log.read_text())]
     assert len(trained) == STEPS_TAKEN
-    task, written = tmp_path / "task.json", tmp_path / "steps.json"
+    task, written = folder / "task.json", folder / "steps.json"
     content = {
-        "checkpoint": str(folder / "iter_0000001"),
+        "checkpoint": str(saved / "iter_0000001"),
         "data": data,
-        "cache": str(tmp_path / "cache"),
+        "cache": str(folder / "cache"),
         "model": {**SIZES, **described.settings},
         "gpt": dict(described.gpt),
         "steps": STEPS_TAKEN - 1,
@@ -168,10 +180,10 @@ def test_steps_are_those_of_its_own_loop(
         "sequence": SEQUENCE,
         "batch": BATCH,
         "bf16": described.bf16,
-        "optimizer": {},
+        "optimizer": dict(described.optimizer),
     }
     task.write_text(json.dumps(content))
-    run([str(PROGRAM), str(task), str(written)], 1, tmp_path / "loop.txt", release)
+    run([str(PROGRAM), str(task), str(written)], 1, folder / "loop.txt", path)
     reference = json.loads(written.read_text())
     assert len(reference) == STEPS_TAKEN - 1
     for step, expected in zip(trained[1:], reference, strict=True):

@@ -45,13 +45,21 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
+# Settings of a group of parameters by which megatron-core finds the group in a checkpoint, besides
+# lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
+_GROUP_KEYS = frozenset(
+    "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
+)
+
 _LOG = logging.getLogger(__name__)
 _GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU generator's larger
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Key in the optimizer's state for the state of the separate optimizer that experts have.
+# Keys in the optimizer's state for the state of a separate optimizer: that of experts, and that of
+# all weights that muon does not train.
 _EXPERTS = "experts"
+_SCALARS = "scalars"
 
 # Maps the scheduler's settings in a checkpoint to the flags that set them, for error messages.
 _SCHEDULE_FLAGS = {
@@ -162,9 +170,10 @@ def sharded_optimizer(
 ) -> dict[str, Any]:
     """Returns the optimizer's state, with offsets in the tensors of the whole model.
 
-    With expert parallelism, experts have a separate optimizer. Its tensors have other names than
-    those of the main optimizer. Its parameter groups have the same names as the main optimizer's,
-    but the groups of experts are never read.
+    With expert parallelism, experts have a separate optimizer. With muon, so have all weights that
+    it does not train, such as biases. The tensors of such an optimizer have other names than those
+    of the main optimizer. Its parameter groups are in an entry of their own, but the groups of
+    experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
@@ -184,7 +193,9 @@ def sharded_optimizer(
             )
         _move_step_to_groups(state)
         states.append(state)
-    return states[0] | dict(zip((_EXPERTS,), states[1:], strict=False))
+    if _has_muon(optimizer):
+        _give_steps(*states)
+    return states[0] | dict(zip((_second(optimizer),), states[1:], strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,9 +288,12 @@ def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
         common: Part of the optimizer's state that all ranks share; changed in place.
         optimizer: megatron-core's optimizer, which must not be a distributed one.
     """
-    for leaf, state in zip(_leaves(optimizer), (common, common.get(_EXPERTS)), strict=False):
+    second = common.get(_second(optimizer))
+    for leaf, state in zip(_leaves(optimizer), (common, second), strict=False):
         if state is not None:
             _refresh(state, leaf)
+    if _has_muon(optimizer):
+        _give_steps(common, common[_SCALARS])
 
 
 def _refresh(common: dict[str, Any], leaf: Any) -> None:
@@ -309,17 +323,24 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     decay multipliers and learning rate limits, keep the values of this run's settings.
     """
     first, *rest = _leaves(optimizer)
-    experts = state.pop(_EXPERTS, {})
+    second = state.pop(_second(optimizer), {})
     _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups
-    step = state.get("optimizer", state)["param_groups"][0]["step"]
-    for leaf in rest:
+    step = _steps_of(state)
+    if rest and not _has_muon(optimizer):
         # A run without expert parallelism saves no groups for experts, so use this run's groups.
-        tree = experts.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else experts
+        (leaf,) = rest
+        tree = second.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else second
         groups = leaf.optimizer.state_dict()["param_groups"]
         tree["param_groups"] = [group | {"step": step} for group in groups]
-        experts.setdefault("grad_scaler", state.get("grad_scaler"))
-        _load(leaf, experts)
+        second.setdefault("grad_scaler", state.get("grad_scaler"))
+    for leaf in rest:
+        _load(leaf, second)
     _load(first, state)
+
+
+def _steps_of(state: Mapping[str, Any]) -> int:
+    steps: int = state.get("optimizer", state)["param_groups"][0]["step"]
+    return steps
 
 
 def _load(leaf: Any, state: dict[str, Any]) -> None:
@@ -335,7 +356,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         tree.setdefault("state", {})["common_step"] = step
     for index, (group_here, group_saved) in enumerate(zip(inner.param_groups, saved, strict=True)):
         group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
-        for name in ("wd_mult", "is_expert_parallel", "is_decoupled_lr"):
+        for name in _GROUP_KEYS.intersection(group_here, group_saved):
             group_saved[name] = group_here[name]
     # Load param_state separately: megatron-core would expect the step of torch's Adam in it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
@@ -365,8 +386,15 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
             f"{name} holds the state of several optimizers, which is not read here: load the "
             "weights alone with --no-load-optim"
         )
-    before = len(groups)
-    now = len(_leaves(optimizer)[0].optimizer.param_groups)
+    parts = [groups]
+    leaves = _leaves(optimizer)
+    if _has_muon(optimizer):
+        second = saved.get(_SCALARS, {})
+        parts.append(second.get("optimizer", second).get("param_groups", ()))
+    else:
+        leaves = leaves[:1]  # groups of experts are never read
+    before = sum(map(len, parts))
+    now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
         raise CheckpointError(
             f"{name} holds optimizer state in {before} groups of parameters and this "
@@ -379,8 +407,18 @@ def _leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers in megatron-core's chain.
 
     There is one optimizer. With expert parallelism, a second optimizer follows, for the experts.
+    With muon, a second one follows as well, for all weights that muon does not train.
     """
     return list(optimizer.chained_optimizers)
+
+
+def _has_muon(optimizer: Any) -> bool:
+    return bool(_leaves(optimizer)[0].config.optimizer == "muon")
+
+
+def _second(optimizer: Any) -> str:
+    """Returns the name of the entry for the second optimizer in the chain."""
+    return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 
 def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -421,6 +459,12 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
     step = max([int(group.get("step") or 0) for group in groups] if common is None else [common])
     for group in groups:
         group["step"] = int(step)
+
+
+def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+    """Gives the groups of muon, which counts no steps, the step count of the second optimizer."""
+    for group in muon.get("optimizer", muon)["param_groups"]:
+        group["step"] = _steps_of(scalars)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ _KNOWN = {
     "pathlib._local": ("PosixPath",),
 }
 _PLANS = "torch.distributed.checkpoint.planner"
+# Name under which megatron-core saves common values from 0.19 on. Before, they had a file.
+_COMMON_OBJECT = "common_state/shard_0_1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +214,16 @@ class CheckpointReader:
 
         Args:
             name: Name of the file.
-            former: Name of the corresponding file in checkpoints of earlier versions.
-                ``torch.save`` wrote that file.
+            former: Name of the corresponding file in checkpoints of earlier versions, and of
+                megatron-core. ``torch.save`` wrote that file. It may be missing in those of
+                megatron-core 0.19 and newer.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
         """
+        if self._is_former and former not in self._files and _COMMON_OBJECT in self.objects:
+            (values,) = self.read_object(_COMMON_OBJECT)
+            return values
         name = former if self._is_former else name
         data = self._bytes(name, 0, self._size(name))
         read = _unpickled if self._is_former else plain_values.loads

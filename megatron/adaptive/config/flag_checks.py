@@ -116,7 +116,14 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     | they look at all tokens of a microbatch, not of a slice
 slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
     | the number of slices differs between steps
-use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
+use_distributed_optimizer excludes optimizer=sgd,muon
+    | megatron-core splits only the state of adam
+optimizer=muon excludes fp16 | megatron-core has no loss scale for it; use bf16
+optimizer=muon excludes expert_model_parallel_size>1 moe_grouped_gemm stage_data_parallel_sizes
+    | with muon each rank holds whole experts, and each expert has weights of its own
+muon_momentum muon_nesterov muon_split_qkv=False muon_scale_mode muon_fp32_matmul_prec
+    muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
+    muon_scalar_optimizer needs optimizer=muon
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16
 grad_reduce_in_bf16 needs bf16

@@ -21,8 +21,8 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 
-_OTHERS = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
-_NOT_MOVED = "the trainer saves and moves the state of one optimizer for all weights; use adam"
+_OTHERS = ("dist_muon", "adaptive_muon", "soap", "lion")
+_NOT_MOVED = "the trainer saves and moves the state of adam, sgd and muon; use one of these"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class OptimizerConfig:
     """
 
     optimizer: str = flag(
-        "Optimizer.",
+        "Optimizer. With muon, embeddings, output layer, biases and norms are trained by adam.",
         "adam",
-        choices=("adam", "sgd"),
+        choices=("adam", "sgd", "muon"),
         refused_choices=dict.fromkeys(_OTHERS, _NOT_MOVED),
     )
     lr: Positive = required("Highest learning rate.")
@@ -96,6 +96,41 @@ class OptimizerConfig:
     adam_beta2: Share = flag("Decay rate of Adam's average of squared gradients.", 0.999)
     adam_eps: Positive = flag("Number added to Adam's denominator.", 1e-8)
     sgd_momentum: Share = flag("Momentum of sgd.", 0.9)
+    muon_momentum: Share = flag("Momentum of muon.", 0.9)
+    muon_nesterov: bool = switch(
+        "Use Nesterov momentum in muon.", names=("--muon-nesterov", "--muon-use-nesterov")
+    )
+    muon_split_qkv: bool = switch(
+        "Orthogonalize the weights of queries, keys and values together in muon, not each alone.",
+        off=("--no-muon-split-qkv", "--muon-no-split-qkv"),
+    )
+    muon_scale_mode: str = flag(
+        "Rule that scales muon's updates by the shape of a weight.",
+        "spectral",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_fp32_matmul_prec: str = flag(
+        "Precision of muon's matrix products.", "medium", choices=("low", "medium", "high")
+    )
+    muon_coefficient_type: str = flag(
+        "Coefficients of the Newton-Schulz iteration in muon.",
+        "quintic",
+        choices=("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+    )
+    muon_num_ns_steps: Count = flag("Steps of the Newton-Schulz iteration in muon.", 5)
+    muon_tp_mode: str = flag(
+        "Way in which muon treats weights that tensor-parallel ranks share: each part alone "
+        "(blockwise), or the whole weight.",
+        "blockwise",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_extra_scale_factor: Positive = flag("Number by which muon's updates are multiplied.", 1.0)
+    muon_scalar_optimizer: str = flag(
+        "Optimizer of the weights that muon does not train.",
+        "adam",
+        choices=("adam",),
+        refused_choices={"lion": _NOT_MOVED},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

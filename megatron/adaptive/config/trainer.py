@@ -324,7 +324,12 @@ class TrainerConfig:
                         f"saved settings contain the unknown {unknown[0]}: they were written by "
                         "another version; use the version that wrote them"
                     )
-            return cls(**{n: kind(**_settings(saved.get(n, {}))) for n, kind in kinds.items()})
+            return cls(
+                **{
+                    name: kind(**_settings(saved.get(name, {}), kind))
+                    for name, kind in kinds.items()
+                }
+            )
         except (AttributeError, TypeError) as error:
             raise ConfigError(
                 f"saved settings are incomplete ({error}): use the version that wrote them"
@@ -347,11 +352,11 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()
-        if name not in _FORMER
+        if name in kind.__dataclass_fields__ or name not in _FORMER
     }
 
 

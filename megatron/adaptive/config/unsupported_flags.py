@@ -32,6 +32,8 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
+torch computes the matrix products of muon; drop the flag
+    muon-use-syrk
 a first stage without layers has only the embedding; use --partition 0-...
     standalone-embedding-stage
 the whole model has one number of stages; use --pipeline-model-parallel-size
@@ -182,7 +184,7 @@ it is part of a feature whose own flag is refused
     fp8-* no-fp8-* fp4-* kitchen-* tp-only-amax-red first-last-layers-bf16
     num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 keep-fp8-transpose-cache
     optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
-    no-pin-cpu-* muon-* no-muon-* adaptive-muon-* soap-* no-soap-* cpu-offloading-*
+    no-pin-cpu-* adaptive-muon-* soap-* no-soap-* cpu-offloading-*
     no-cpu-offloading-* offload-modules min-offloaded-tensor-size data-parallel-sharding-strategy
     enable-full-sharding-in-hsdp suggested-communication-unit-size no-strict-fsdp-dtensor-load
     no-gradient-reduce-div-fusion outer-dp-sharding-strategy fsdp-* no-fsdp-* torch-fsdp2-*

@@ -63,7 +63,7 @@ from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt import grouped_experts
 from megatron.adaptive.gpt.attention import LocalAttention
-from megatron.adaptive.gpt.core_releases import forget_balancing_losses
+from megatron.adaptive.gpt.core_releases import forget_balancing_losses, require_muon
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
@@ -537,8 +537,14 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENT
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns megatron-core's optimizer over the parameters of ``chunks``."""
+    """Returns megatron-core's optimizer over the parameters of ``chunks``.
+
+    Raises:
+        SetupError: ``--optimizer muon`` does not run with the installed packages.
+    """
     settings = config.optimizer
+    if settings.optimizer == "muon":
+        require_muon()
     precision = config.precision
     core = checked(
         OptimizerConfig,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, utils
+from megatron.core import package_info, parallel_state, utils
 from megatron.core.transformer.moe import moe_utils
+
+from megatron.adaptive.errors import SetupError
+
+_OLDEST_WITH_MUON = (0, 18)
+"""Oldest release of megatron-core whose general function for optimizers also builds muon."""
 
 
 def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +42,25 @@ def number_in_model(layer: Any) -> int:
     before = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
     number: int = before + layer.layer_number
     return number
+
+
+def require_muon() -> None:
+    """Checks that megatron-core can build the optimizer muon.
+
+    Raises:
+        SetupError: megatron-core is too old, or the package with muon cannot be used.
+    """
+    if (package_info.MAJOR, package_info.MINOR) < _OLDEST_WITH_MUON:
+        raise SetupError(
+            f"--optimizer muon: megatron-core {package_info.__version__} builds it in another way: "
+            "install megatron-core 0.18 or newer, or use adam"
+        )
+    emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+    if not emerging.HAVE_EMERGING_OPTIMIZERS:
+        raise SetupError(
+            "--optimizer muon needs the package emerging-optimizers: install "
+            "emerging-optimizers>=0.2,<1 with Python 3.12 or newer, or use adam"
+        )
 
 
 def balancing_losses() -> Mapping[str, torch.Tensor]:

@@ -103,14 +103,16 @@ def shares_of(
         stages: Index of the pipeline stage in each chunk.
     """
     shares = {}
+    held_by = _leaf_of_each(optimizer.chained_optimizers)
     for name, weight in _named(chunks, stages):
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias, has no optimizer state
-        leaf = optimizer.chained_optimizers[_is_spread(weight)]
+        main = getattr(weight, "main_param", None)  # copy of a 16-bit weight in 32 bits
+        leaf = held_by.get(weight) or held_by.get(main)
+        if leaf is None:
+            continue  # the weight is frozen, or only other replicas update it
         held, start, end = _held(leaf, weight)
-        if held is None:
-            continue
         state = leaf.optimizer.state.get(held, {})
         parts = [
             state[key]
@@ -123,6 +125,22 @@ def shares_of(
             flat = [part.detach().view(-1) for part in parts]
             shares[f"{name}, state"] = Share(start, end, flat)
     return shares
+
+
+def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
+    """Returns the chained optimizer that updates each parameter on this rank.
+
+    megatron-core has an optimizer for experts that are distributed over ranks and one for all other
+    parameters. With muon, it has one for matrices and one for all other parameters.
+    """
+    held_by: dict[torch.Tensor | None, Any] = {}
+    for leaf in leaves:
+        if isinstance(leaf, DistributedOptimizer):
+            held_by |= dict.fromkeys(leaf.model_param_group_index_map, leaf)
+            continue
+        updated = {p for group in leaf.optimizer.param_groups for p in group["params"]}
+        held_by |= dict.fromkeys(updated, leaf)
+    return held_by
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
@@ -167,20 +185,12 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
-    """Returns the tensor that the optimizer updates for a parameter, and its range of elements.
-
-    The tensor is ``None`` if this rank updates no element of the parameter.
-    """
-    if not weight.requires_grad:
-        return None, 0, 0
+def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
+    """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()
-    group_and_index = leaf.model_param_group_index_map.get(weight)
-    if group_and_index is None:
-        return None, 0, 0
-    group, index = group_and_index
+    group, index = leaf.model_param_group_index_map[weight]
     elements = leaf._get_model_param_range_map(weight)["param"]
     return leaf.optimizer.param_groups[group]["params"][index], elements.start, elements.end
 
