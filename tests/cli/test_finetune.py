@@ -120,6 +120,13 @@ def test_an_interrupted_run_continues_with_the_same_samples(
     # After an error, the pipeline leaves its process group open.
     dist.destroy_process_group()
     parallel_state.destroy_model_parallel()
+    data = tmp_path / "data" / "train.jsonl"
+    data.write_text("\n".join(data.read_text().splitlines()[::-1]))
+    status, _, errors = run()
+    assert status == 2
+    assert f"was made with other samples than {data} has now" in errors
+    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ WRONG_LINES: dict[str, tuple[Any, str]] = {
     "folder": (conversation({"type": "image", "path": "."}), "is not a file"),
     "pipe": (conversation({"type": "image", "path": "pipe"}), "pipe is not a file"),
     "outside": (conversation({"type": "image", "path": "../a.png"}), "is outside of the folder"),
+    "link": (conversation({"type": "image", "path": "link.png"}), "is outside of the folder"),
     "text file": (conversation({"type": "image", "path": "text.png"}), "in no format that Pillow"),
     "cut off": (conversation({"type": "image", "path": "cut.png"}), "cut.png is damaged ("),
     "address": (conversation({"type": "image", "url": "https://a/b.png"}), "nothing is downloaded"),
@@ -173,6 +174,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, name: str) -> None:
         Image.effect_noise((64, 64), 50).save(folder / "a.png")
     folder = tmp_path / "data"
     os.mkfifo(folder / "pipe")
+    (folder / "link.png").symlink_to(tmp_path / "a.png")
     (folder / "text.png").write_text("no image")
     (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:900])
     line, message = WRONG_LINES[name]
@@ -202,3 +204,18 @@ def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbf{"text": "a, b"}\n\n{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"jsonl:3: byte 10 is no valid UTF-8"):
         SampleReader(processor=make_tokenizer()).read(path)
+
+
+def test_the_digest_differs_if_a_line_or_an_image_does(tmp_path: Path) -> None:
+    """Not if the samples are only encoded in another way, or reached by a link."""
+    (tmp_path / "images").mkdir()
+    image = tmp_path / "images" / "a.png"
+    (tmp_path / "b.png").symlink_to(image)
+    Image.effect_noise((64, 64), 50).save(image)
+    lines = [conversation({"type": "image", "path": "b.png"}), {"text": "a, b"}]
+    first = read(tmp_path, *lines).digest
+    assert read(tmp_path, *lines, max_length=300).digest == first
+    assert read(tmp_path, *lines[::-1]).digest != first
+    assert read(tmp_path, lines[0], {"text": "a, c"}).digest != first
+    Image.effect_noise((64, 64), 50).save(image)
+    assert read(tmp_path, *lines).digest != first

@@ -384,6 +384,23 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         assert gathered(loss) == [loss] * RANKS
 
 
+def what_differs_between_ranks_is_named() -> None:
+    """Otherwise ranks would wait for messages that never come."""
+    rank = dist.get_rank()
+
+    def frozen() -> Pipeline:
+        model = knotty()
+        model.blocks[3].weight.requires_grad_(rank != 2)
+        return make(model=model)
+
+    require_refused(frozen, "frozen parameter blocks.3.weight [8, 8] float32 on rank 2, but train")
+    schedule = "gpipe" if rank == 1 else "1f1b"
+    require_refused(lambda: make(schedule=schedule), "schedule='gpipe' on rank 1, but sched")
+    require_refused(lambda: make(seed=rank), "seed=1 on rank 1, but seed=0 on rank 0")
+    with make() as pipeline:
+        assert train(pipeline, [make_batch(4)])
+
+
 class Failing(torch.nn.Module):
     """Refuses its sample on rank 3, and on the others after that."""
 

@@ -15,13 +15,8 @@ accelerator.install()
 
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.rebalance import repartition  # noqa: E402
-from megatron.adaptive.rebalance.repartition import (  # noqa: E402
-    Lanes,
-    Move,
-    Repartitioner,
-    StepMeasurements,
-    loads_of,
-)
+from megatron.adaptive.rebalance.judgement import Lanes, Move, StepMeasurements, loads_of  # noqa: E402
+from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 

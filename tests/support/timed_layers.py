@@ -42,7 +42,8 @@ from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
 from megatron.adaptive.gpt import train_step  # noqa: E402
 from megatron.adaptive.gpt.forward import feed  # noqa: E402
-from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
+from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
+from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []

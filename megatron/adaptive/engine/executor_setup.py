@@ -285,7 +285,7 @@ def open_trace(
     return Tracing(recorder, accelerator.clock(), sync, counters)
 
 
-def require_equal_settings(settings: Mapping[str, str]) -> None:
+def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
     """Raises an error on all ranks unless all ranks have the same settings. Collective.
 
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
@@ -293,13 +293,16 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
     Args:
         settings: Value of each setting by its name. Both appear in the error message, so they are
             written as a user would write them.
+        group: Process group of all ranks; ``None`` for the default one.
 
     Raises:
         ConfigError: A setting differs; the message has both values and a rank of each.
     """
-    first = from_first(settings)
+    first = from_first(settings, group)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
-    pairs = gather(None if differing is None else (settings[differing], first.get(differing)))
+    pairs = gather(
+        None if differing is None else (settings[differing], first.get(differing)), group
+    )
     for rank, pair in enumerate(pairs):
         if pair is not None:
             here_text, first_text = (text or "nothing in its place" for text in pair)

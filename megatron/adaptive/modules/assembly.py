@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -10,6 +10,7 @@ import torch
 
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.engine.executor_setup import require_equal_settings
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
@@ -25,7 +26,7 @@ from megatron.adaptive.modules.cutting import (
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recompute import Recompute, recomputed_ranges
-from megatron.adaptive.modules.recording import Loss, SampledModel, Slicing
+from megatron.adaptive.modules.recording import Forwards, Loss, SampledModel, Slicing
 from megatron.adaptive.modules.recordings import (
     BufferUse,
     CutForwards,
@@ -40,6 +41,25 @@ from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _REPEATS = 3
+_ALIKE = (
+    "mixed_precision",
+    "decisive_entries",
+    "slicing",
+    "recompute",
+    "order",
+    "dealing",
+    "repartition",
+    "repartition_interval",
+    "repartition_gain",
+    "micro_batch_size",
+    "schedule",
+    "chunks",
+    "activation_cap",
+    "split_backward",
+    "partition",
+    "seed",
+)
+"""Settings that decide what ranks send to each other."""
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
 """Fills parameters and buffers in place, given by their names in the model."""
@@ -58,6 +78,10 @@ class PipelineSettings(SampledModel):
             changes buffers in training takes only ``given``.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
+        repartition: Whether segments, with their optimizer state, move between processes if
+            measured times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between two checks for a better partition, from 4.
+        repartition_gain: Minimum gain for which segments move, as a fraction of the step time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
             used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
@@ -96,6 +120,9 @@ class PipelineSettings(SampledModel):
     max_recordings: int = 64
     order: MicrobatchOrder = "given"
     dealing: Dealing = "turns"
+    repartition: str = "off"
+    repartition_interval: int = 50
+    repartition_gain: float = 0.05
     micro_batch_size: int | None = None
     pipeline_size: int | Literal["auto"] | None = None
     batch_size: int | None = None
@@ -153,6 +180,9 @@ class PipelineOptions(TypedDict, total=False):
     max_recordings: int
     order: MicrobatchOrder
     dealing: Dealing
+    repartition: Literal["off", "auto"]
+    repartition_interval: int
+    repartition_gain: float
     micro_batch_size: int | None
     pipeline_size: int | Literal["auto"] | None
     batch_size: int | None
@@ -185,6 +215,7 @@ class Assembly:
         held: Parameters and buffers that this rank keeps, by name in the model.
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
+        forwards: Recordings of the sample batch.
         sample_work: Counted work of each segment for each signature of the sample batch.
         segment_kinds: Number of each segment's kind, equal for those that make the same calls on
             the first microbatch of the sample; empty if segments are not measured.
@@ -198,8 +229,29 @@ class Assembly:
     held: dict[str, torch.Tensor]
     largest_message: int
     update: Update
+    forwards: tuple[Forwards, ...]
     sample_work: Mapping[Signature, Sequence[float]]
     segment_kinds: tuple[int, ...]
+
+
+def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
+    """Checks that all ranks have the same parameters and settings. Collective.
+
+    Otherwise ranks would wait for messages or sums that never come. A parameter that is frozen on
+    one rank alone, for example, changes what its stage sends.
+
+    Raises:
+        ConfigError: If ranks differ. The message names the first difference.
+    """
+    settings = {name: f"{name}={getattr(request, name)!r}" for name in _ALIKE}
+    count = 0
+    for name, parameter in request.model.named_parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        shape = f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        settings[f"parameter {name}"] = f"{kind} parameter {name} {shape}"
+        count += 1
+    settings["number of parameters"] = f"{count} parameters"
+    require_equal_settings(settings, mesh.control_group)
 
 
 def assemble(
@@ -291,38 +343,34 @@ def _keep_part(
     """Keeps the parameters of this rank's stages and returns the rank's part of the model."""
     model = request.model
     device = mesh.accelerator.device
-    cut_examples = [CutForwards.of(example.forwards, partition) for example in examples]
-    buffer_use = BufferUse(placement=placement, order=request.order)
-    for cut in cut_examples:
-        buffer_use.add(cut)
-    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
-    uses = _ranks_of_parameters(cut_examples, placement)
     order = [name for name, _ in model.named_parameters()]
-    kept = _names_to_keep(cut_examples, uses, order, mesh.pp_rank, placement)
-    held = _hold(request, kept, device)
-    cuts = tuple(examples[0].forwards.training.cuts)
+    forwards = tuple(example.forwards for example in examples)
+    layout = PartitionLayout.of(forwards, partition, order, mesh.pp_rank, placement, request.order)
+    cut_examples = layout.cuts
+    mesh.on_first(lambda: _report_unused(request, examples, cut_examples))
+    uses = layout.uses
+    held = _hold(request, layout.kept, device)
+    cuts = tuple(forwards[0].training.cuts)
     part = KeptPart(
         cuts=cuts,
         partition=partition,
-        homes=homes_of(example.forwards for example in examples),
+        homes=homes_of(forwards),
         parameter_ranks=uses,
         held=held,
         placement=placement,
         pp_rank=mesh.pp_rank,
         device=device,
         recompute=request.recompute,
-        buffer_use=buffer_use,
+        buffer_use=layout.buffer_use,
     )
     ways = {example.forwards.way for example in examples} - {"record"}
     way = min(ways, default="record")
     recordings = Recordings(request, part, way, request.max_recordings)
     for example, cut in zip(examples, cut_examples, strict=True):
         recordings.add(example.signature, cut)
-    shared = {n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1}
-    aliases = examples[0].forwards.training.aliases
     return Assembly(
         cut_points=cuts,
-        shared_weights=tuple((n, *aliases.get(n, ())) for n in shared),
+        shared_weights=names_of_shared(forwards, layout.shared),
         partition=partition,
         weights=weights,
         recordings=recordings,
@@ -333,9 +381,10 @@ def _keep_part(
             parameters={
                 n: cast(torch.nn.Parameter, held[n]) for n in order if n in held and n in uses
             },
-            shared=shared,
-            groups=mesh.groups_of(dict.fromkeys(shared.values())),
+            shared=layout.shared,
+            groups=mesh.groups_of(dict.fromkeys(layout.shared.values())),
         ),
+        forwards=forwards,
         sample_work={
             example.signature: cut.work for example, cut in zip(examples, cut_examples, strict=True)
         },
@@ -366,6 +415,75 @@ def _hold(
     if request.initialize is not None:
         _fill({name: held[name] for name in held if name in on_meta}, request.initialize)
     return held
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartitionLayout:
+    """Contains what a partition means for the ranks of a pipeline.
+
+    Attributes:
+        cuts: Recordings of the sample batch, cut into stages.
+        buffer_use: Ranks that use each buffer in these recordings.
+        uses: Positions of the ranks that use each parameter, by name. The same on all ranks.
+        shared: Positions of the ranks that have a copy, ascending, by name of each parameter with
+            several copies. The same on all ranks.
+        kept: Names of the parameters and buffers that this rank keeps.
+    """
+
+    cuts: Sequence[CutForwards]
+    buffer_use: BufferUse
+    uses: Mapping[str, set[int]]
+    shared: Mapping[str, tuple[int, ...]]
+    kept: set[str]
+
+    @classmethod
+    def of(
+        cls,
+        forwards: Sequence[Forwards],
+        partition: Sequence[int],
+        order: Sequence[str],
+        pp_rank: int,
+        placement: Placement,
+        microbatch_order: str,
+    ) -> PartitionLayout:
+        """Returns the layout of a partition.
+
+        Args:
+            forwards: Recordings of the sample batch.
+            partition: Number of segments in each stage.
+            order: Names of all parameters of the model, in the model's order.
+            pp_rank: Position of this rank in its pipeline.
+            placement: Assignment of stages to ranks.
+            microbatch_order: Order in which a replica runs its microbatches.
+
+        Raises:
+            ConfigError: If the model cannot be cut so.
+        """
+        cuts = [CutForwards.of(each, partition) for each in forwards]
+        buffer_use = BufferUse(placement=placement, order=microbatch_order)
+        for cut in cuts:
+            buffer_use.add(cut)
+        uses = _ranks_of_parameters(cuts, placement)
+        return cls(
+            cuts=cuts,
+            buffer_use=buffer_use,
+            uses=uses,
+            shared={n: tuple(sorted(uses[n])) for n in order if len(uses.get(n, ())) > 1},
+            kept=_names_to_keep(cuts, uses, order, pp_rank, placement),
+        )
+
+
+def names_of_shared(
+    forwards: Sequence[Forwards], shared: Iterable[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns all names of each parameter that several processes use.
+
+    Args:
+        forwards: Recordings of the sample batch.
+        shared: First name of each of these parameters.
+    """
+    aliases = forwards[0].training.aliases
+    return tuple((name, *aliases.get(name, ())) for name in shared)
 
 
 def _ranks_of_parameters(

@@ -66,8 +66,17 @@ class Checkpointer:
             for prefix, module in model.named_modules()
             for name in module._non_persistent_buffers_set
         }
-        self._held = {
-            name: tensor.detach() for name, tensor in held.items() if name not in not_saved
+        self._not_saved = not_saved
+        # Parameters that move to another rank are replaced in this dictionary.
+        self._all_held = held
+
+    @property
+    def _held(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters and buffers of this rank that are saved, by name."""
+        return {
+            name: tensor.detach()
+            for name, tensor in self._all_held.items()
+            if name not in self._not_saved
         }
 
     def save(

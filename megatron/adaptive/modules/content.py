@@ -234,6 +234,7 @@ class ContentBalance:
 
     Attributes:
         is_on: Whether an order or dealing by cost is chosen.
+        advises: Whether to report once that another partition would be much better.
     """
 
     def __init__(
@@ -255,18 +256,32 @@ class ContentBalance:
         self._sample_work = dict(sample_work)
         self._group = group
         self._least = least
+        self._placement = placement
         self.is_on = order != "given" or dealing != "turns"
         self._is_timed = "time" in (order, dealing)
         self._content = Content(sample_work)
-        segments = [self._fitted(work) for work in zip(*sample_work.values(), strict=True)]
-        self._times = ContentCosts(placement, partition, segments)
-        self._steps = self._fits = 0
+        self._segments = [self._fitted(work) for work in zip(*sample_work.values(), strict=True)]
         self._rows: list[Numbers] = []
-        # Sums of the last training step, which are sent before the next one.
-        self._sums: list[float] = []
+        self.advises = True
+        self._begin_fits()
         self._positions: list[tuple[int, int]] = []
         if self.is_on:
             self._positions = mesh.gather((mesh.dp_rank, mesh.pp_rank))
+
+    def _begin_fits(self) -> None:
+        self._times = ContentCosts(self._placement, self._partition, self._segments)
+        self._steps = self._fits = 0
+        # Sums of the last training step, which are sent before the next one.
+        self._sums: list[float] = []
+
+    def use(self, partition: Sequence[int]) -> None:
+        """Begins to fit the costs of other stages. All ranks must do so after the same step.
+
+        Args:
+            partition: Number of segments in each stage.
+        """
+        self._partition = tuple(partition)
+        self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
         """Returns a fit of counted work to the content of the sample's recordings.
@@ -489,7 +504,7 @@ class ContentBalance:
         if added <= _REFIT_STEPS or added % _REFIT_STEPS == 0:
             self._times.fit()
             self._fits += 1
-        if added == _ADVISED_AFTER:
+        if added == _ADVISED_AFTER and self.advises:
             self._advise()
 
     def _advise(self) -> None:

@@ -212,7 +212,7 @@ class _Run:
                 self._say(f"epoch {epoch + 1} of {settings.epochs}: evaluation loss {loss:.6f}")
                 self._log({"evaluation loss": loss})
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """Returns what decides which samples a step trains, for checkpoints."""
         settings = self._settings
         return {
@@ -220,18 +220,27 @@ class _Run:
             "epochs": settings.epochs,
             "batch size": settings.batch_size,
             "samples to train on": len(self._trained),
+            "samples": self._samples.digest,
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Checks that a checkpoint was made with the same order of samples.
 
         Raises:
             CheckpointError: If it was not: samples would be left out or trained twice.
         """
         for name, value in self.state_dict().items():
-            if state.get(name) != value:
+            saved = state.get(name)
+            if name == "samples" and saved not in (None, value):
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with {name} {state.get(name)}, and now "
+                    f"{self._settings.checkpoints} was made with other samples than "
+                    f"{self._settings.data} has now: give the former file and images, or a new "
+                    "folder of checkpoints"
+                )
+            # Checkpoints of earlier versions have no digest.
+            if name != "samples" and saved != value:
+                raise CheckpointError(
+                    f"{self._settings.checkpoints} was made with {name} {saved}, and now "
                     f"it is {value}: give the former settings, or a new folder of checkpoints"
                 )
 

@@ -32,6 +32,7 @@ with _accelerator.quiet_imports():
         PipelineOptions,
         PipelineSettings,
         assemble,
+        require_alike,
     )
     from megatron.adaptive.modules.batch import (
         Batch,
@@ -47,6 +48,12 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
+    from megatron.adaptive.modules.repartition import (
+        REPARTITION,
+        SegmentBalancer,
+        check_repartition,
+        make_balancer,
+    )
     from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
@@ -123,6 +130,10 @@ class Pipeline:
             changes buffers in training takes only ``given``.
         dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
             or so that all take equally long, by counted ``work`` or predicted ``time``.
+        repartition: Whether segments, with their optimizer state, move between processes if
+            measured times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between two checks for a better partition, from 4.
+        repartition_gain: Minimum gain for which segments move, as a fraction of the step time.
         micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
             used if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
@@ -165,7 +176,8 @@ class Pipeline:
         replicas: Number of pipelines, each of which trains on its part of the batch.
         replica: Number of this process's pipeline, from 0.
         micro_batch_size: Number of samples per microbatch.
-        partition: Number of segments (parts between cut points) in each stage.
+        partition: Number of segments (parts between cut points) in each stage; another one after
+            segments have moved.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         shared_weights: All names of each parameter that several processes use.
@@ -198,6 +210,9 @@ class Pipeline:
         max_recordings: int = 64,
         order: MicrobatchOrder = "given",
         dealing: Dealing = "turns",
+        repartition: Literal["off", "auto"] = "off",
+        repartition_interval: int = 50,
+        repartition_gain: float = 0.05,
         micro_batch_size: int | None = None,
         pipeline_size: int | Literal["auto"] | None = None,
         batch_size: int | None = None,
@@ -295,7 +310,10 @@ class Pipeline:
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""
         check_values(
-            {name: getattr(request, name) for name in ("hang_after_s", "on_hang", "trace_detail")},
+            {
+                name: getattr(request, name)
+                for name in ("hang_after_s", "on_hang", "trace_detail", *REPARTITION)
+            },
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
         check_no_kernels(request.trace_detail)
@@ -325,6 +343,8 @@ class Pipeline:
         self.replica = self._mesh.dp_rank
         form = BatchForm(request.sample_batch, self.micro_batch_size)
         try:
+            require_alike(request, self._mesh)
+            check_repartition(request, is_elastic=sizes.order is not None)
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
         except Exception:
@@ -345,6 +365,9 @@ class Pipeline:
         if request.mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._guard = self._make_guard(request)
+        self._repartitioner = make_balancer(
+            request, self._assembly, self._mesh, self._orders, self._maker.balance
+        )
         self._mesh.settle()
 
     def _open_trace(self, request: PipelineSettings, samples: int) -> None:
@@ -530,7 +553,19 @@ class Pipeline:
         self.times = self._wiring.executor.finish_step()
         self._maker.balance.end(self.times)
         self._tracing.end_iteration()
+        if self._repartitioner is not None:
+            self._after_step(self._repartitioner, work, self.times)
         return self.loss, overflow
+
+    def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
+        """Moves segments if the measured times of the last steps say so. Collective."""
+        move = repartitioner.after_step(work, times)
+        if move is None:
+            return
+        self._checkpointer.saver.finish()
+        if repartitioner.carry_out(move):
+            self.partition = self._assembly.recordings.part.partition
+            self.shared_weights = repartitioner.shared_weights
 
     @naming_lost_peers()
     def eval(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> float:

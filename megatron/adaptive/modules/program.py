@@ -429,13 +429,19 @@ class RankPrograms:
         meter: Meter of the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
             flow; 0 if training is not recorded.
-        work: Counted work of the whole model for a microbatch, in training if that is recorded.
+        segment_work: Counted work of each of the model's segments for a microbatch, in training if
+            that is recorded.
     """
 
     by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
     meter: ActivationMeter
     activation_bytes: int
-    work: float
+    segment_work: tuple[float, ...]
+
+    @property
+    def work(self) -> float:
+        """Returns the counted work of the whole model for a microbatch."""
+        return sum(self.segment_work)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
         """Returns the programs for evaluation if ``forward_only``, else those for training."""
@@ -447,7 +453,7 @@ class RankPrograms:
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
             activation_bytes=max(self.activation_bytes, other.activation_bytes),
-            work=max(self.work, other.work),
+            segment_work=max(self.segment_work, other.segment_work, key=sum),
         )
 
 

@@ -13,11 +13,12 @@ Recordings that are made later must get along with them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -382,14 +383,23 @@ class KeptPart:
     recompute: Recompute
     buffer_use: BufferUse
 
-    def check(self, cut: CutForwards, signature: Signature) -> None:
+    def check(
+        self, cut: CutForwards, signature: Signature, held: Collection[str] | None = None
+    ) -> None:
         """Checks that ranks keep the parameters and buffers that a later recording needs.
+
+        Args:
+            cut: Recording, cut into stages.
+            signature: Signature of its microbatches.
+            held: Names of the parameters and buffers that this rank keeps, ``None`` for those that
+                it keeps now.
 
         Raises:
             ConfigError: If a rank lacks one, or two ranks use a buffer that changes. The error is
                 the same on all ranks of the pipeline, except for lacking buffers.
         """
         self.buffer_use.add(cut)
+        held = self.held if held is None else held
         for stage in range(self.placement.num_stages):
             rank, _ = self.placement.locate(stage)
             for plan in cut.plans(stage):
@@ -399,7 +409,7 @@ class KeptPart:
                     if rank not in self.parameter_ranks.get(name, ())
                 ]
                 if rank == self.pp_rank:
-                    lacking += [f"buffer {name}" for name in plan.buffers if name not in self.held]
+                    lacking += [f"buffer {name}" for name in plan.buffers if name not in held]
                 if lacking:
                     raise ConfigError(
                         f"a microbatch with {signature} uses {lacking[0]} in stage {stage}, which "
@@ -425,7 +435,7 @@ class KeptPart:
             by_mode=by_mode,
             meter=ActivationMeter(),
             activation_bytes=0 if training is None else activation_bytes(training),
-            work=sum(cut.work),
+            segment_work=cut.work,
         )
 
 
@@ -448,6 +458,8 @@ class Recordings:
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
+        # Recordings behind the programs, from which stages of another partition can be cut.
+        self._forwards: dict[Signature, list[Forwards]] = {}
         self._dropped: set[int] = set()
         self._reported: set[str] = set()
 
@@ -457,11 +469,41 @@ class Recordings:
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
         self._kept[signature] = programs
+        self._forwards.setdefault(signature, []).append(cut.forwards)
         if len(self._kept) > self._most:
             dropped, _ = self._kept.popitem(last=False)
+            del self._forwards[dropped]
             if "again" not in self._reported:
                 self._dropped.add(hash(dropped))
         return programs
+
+    @property
+    def part(self) -> KeptPart:
+        """Returns how the model is cut, and what each rank keeps."""
+        return self._part
+
+    def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
+        """Cuts all recordings into the stages of another partition.
+
+        Raises:
+            ConfigError: If a recording cannot be cut there.
+        """
+        return {
+            signature: [CutForwards.of(each, partition) for each in self._forwards[signature]]
+            for signature in self._kept
+        }
+
+    def use(self, part: KeptPart, cuts: Mapping[Signature, Sequence[CutForwards]]) -> None:
+        """Replaces all programs by those of another partition.
+
+        Args:
+            part: New cuts and parameters of the ranks.
+            cuts: Result of :meth:`cut`.
+        """
+        self._part = part
+        for signature, recorded in cuts.items():
+            programs = [part.programs(cut) for cut in recorded]
+            self._kept[signature] = functools.reduce(RankPrograms.with_modes_of, programs)
 
     def of(self, microbatch: Microbatch, step: int) -> RankPrograms:
         """Returns the programs for a microbatch, and records the model if its signature is new.

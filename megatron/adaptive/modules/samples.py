@@ -11,6 +11,7 @@ file is read, so that a wrong line is named before training starts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -231,6 +232,7 @@ class SampleFile:
 
     Attributes:
         num_empty: Number of samples that were left out, because they have nothing to learn.
+        digest: Text that differs if a line, an image or their order does.
     """
 
     def __init__(self, path: Path, reader: SampleReader) -> None:
@@ -242,8 +244,10 @@ class SampleFile:
         self._indices_of_kinds: dict[frozenset[str], int] = {}
         self.num_empty = 0
         left = reader.kept_bytes
+        digest = hashlib.blake2b(digest_size=16)
         for line in _lines_of(path):
             sample = self._encode(line)
+            _add_content(digest, line, self._image_folder)
             if not num_learned([sample])[0]:
                 self.num_empty += 1
                 continue
@@ -252,6 +256,7 @@ class SampleFile:
             if left >= 0:
                 self._kept[len(self._lines)] = sample
             self._lines.append(line)
+        self.digest = digest.hexdigest()
         if not self._lines:
             raise ConfigError(
                 f"{path} has no samples with something to learn, and {self.num_empty} without: "
@@ -304,6 +309,27 @@ class SampleFile:
         ) as error:
             reason = f"it cannot be encoded ({type(error).__name__}: {_first_line(error)})"
         raise ConfigError(f"{self._path}:{line.number}: {reason}")
+
+
+def _add_content(digest: Any, line: _Line, folder: Path) -> None:
+    """Adds a line that was encoded, and the files of its images, to a digest.
+
+    Args:
+        digest: Digest of ``hashlib``.
+        line: Line of the file.
+        folder: Folder that contains all images.
+    """
+    digest.update(hashlib.blake2b(line.text.strip().encode()).digest())
+    sample = json.loads(line.text)
+    names = list(sample.get("images") or [])
+    for message in sample.get("messages") or []:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if part["type"] != "text":
+                names += [part[key] for key in _NAMES if key in part][:1]
+    for name in names:
+        content = Path(_path_of_image(name, folder)).read_bytes()
+        digest.update(hashlib.blake2b(content).digest())
 
 
 def _with_images(
@@ -418,6 +444,28 @@ def _open_image(name: Any, folder: Path) -> Any:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    path = _path_of_image(name, folder)
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
+        raise ConfigError(f"image {path} is in no format that Pillow reads: convert it") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"image {path} is damaged ({reason}): replace it") from None
+
+
+def _path_of_image(name: Any, folder: Path) -> str:
+    """Returns the path of the file of an image, without links.
+
+    Args:
+        name: Path of the image, relative to the folder or absolute; or an object with this path
+            as ``url``.
+        folder: Folder that must contain the image.
+
+    Raises:
+        ConfigError: If the path leads out of the folder, or there is no such file.
+    """
     if isinstance(name, Mapping):
         name = name.get("url")
     if not isinstance(name, str) or not name:
@@ -427,8 +475,9 @@ def _open_image(name: Any, folder: Path) -> Any:
             f"image {name[:80]}: nothing is downloaded or decoded from an address: save the image, "
             "and give the path of the file"
         )
-    root = os.path.abspath(folder)
-    path = os.path.abspath(os.path.join(root, name))
+    # A link may lead to a file that the user does not mean to show to a model.
+    root = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:
         raise ConfigError(
             f"image {name} is outside of the folder of images {root}: move it there, or name "
@@ -437,14 +486,7 @@ def _open_image(name: Any, folder: Path) -> Any:
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"
         raise ConfigError(f"image {path} {problem}: correct the path")
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except UnidentifiedImageError:
-        raise ConfigError(f"image {path} is in no format that Pillow reads: convert it") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"image {path} is damaged ({reason}): replace it") from None
+    return path
 
 
 def _lines_of(path: Path) -> Iterator[_Line]:

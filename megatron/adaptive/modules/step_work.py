@@ -161,6 +161,7 @@ class StepMaker:
             group=group,
             least=max(group, spec.microbatches_per_rank * mesh.pipeline_size),
         )
+        self.balance.advises = request.repartition == "off"
 
     def share(self, batch: Any) -> Any:
         """Returns this replica's part of a whole batch, as ``Pipeline.share`` describes.

@@ -108,22 +108,43 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        self.parameters = dict(parameters)
         self._mesh = mesh
-        self._groups = groups
+        self._groups = dict(groups)
+        self._own(parameters, shared)
+        self.optimizer: Any = None
+        self._clip_norm: float | None = None
+        self.scaler: LossScale | None = None
+
+    def _own(
+        self, parameters: Mapping[str, torch.nn.Parameter], shared: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.parameters = dict(parameters)
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         # Count a shared parameter only once in the model's norm: on the first rank that has a copy.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
                 self._shared.setdefault(positions, []).append(self.parameters[name])
-                if positions[0] != mesh.pp_rank:
+                if positions[0] != self._mesh.pp_rank:
                     del counted[name]
         self._counted = list(counted.values())
         self._was_trained = {name: p.requires_grad for name, p in self.parameters.items()}
-        self.optimizer: Any = None
-        self._clip_norm: float | None = None
-        self.scaler: LossScale | None = None
+
+    def use(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shared: Mapping[str, tuple[int, ...]],
+        groups: Mapping[tuple[int, ...], Any],
+    ) -> None:
+        """Replaces the parameters after a move; the optimizer stays.
+
+        Args:
+            parameters: Trained parameters of this rank's stages, by name.
+            shared: Positions of the ranks that have a copy of each shared parameter.
+            groups: Process groups of sets of positions that were not used before.
+        """
+        self._groups.update(groups)
+        self._own(parameters, shared)
 
     @property
     def scale(self) -> float:

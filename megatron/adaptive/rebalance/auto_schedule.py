@@ -32,6 +32,7 @@ from megatron.adaptive.planner.choose_partition import Decision, Loads, choose_t
 from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
+from megatron.adaptive.rebalance.judgement import trained_bytes
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
 from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
@@ -50,9 +51,6 @@ from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
 """First and last step to measure; the first step of this process is 1."""
-
-_OPTIMIZER_BYTES = 4 + 12
-"""Memory in bytes per parameter besides the weight: gradient, 32-bit weight and two moments."""
 
 
 @dataclass(kw_only=True)
@@ -348,7 +346,4 @@ def memory_of(
 
 def held_bytes(module: torch.nn.Module) -> int:
     """Returns the size in bytes of a module's weights, gradients and optimizer state."""
-    return sum(
-        p.numel() * (p.element_size() + _OPTIMIZER_BYTES * p.requires_grad)
-        for p in module.parameters()
-    )
+    return sum(map(trained_bytes, module.parameters()))

@@ -5,7 +5,7 @@ simulates steps with other partitions (numbers of layers per stage) and finds th
 the predicted gain is large enough, all ranks change to that partition at the same time::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
-    each half of these steps ──> must predict the gain too     (planner/choose_partition.py)
+    each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
 
 If a move gains less than half of what was predicted, the gain required for the next one is doubled.
 If it gains nothing, for it was decided on noise, the layers go back.
@@ -13,14 +13,11 @@ If it gains nothing, for it was decided on noise, the layers go back.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
-import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
@@ -32,101 +29,29 @@ from megatron.adaptive.config.sequence_slices import SliceCut
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.stages import ForwardBackward
-from megatron.adaptive.errors import CheckpointError, ScheduleError
+from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run, payload_shape
-from megatron.adaptive.planner.choose_partition import (
-    Decision,
-    Loads,
-    Partition,
-    PartitionMove,
-    Times,
-    propose,
-    simulated_step,
-    travelling,
-)
-from megatron.adaptive.profiling.free_memory import KEPT_FREE
+from megatron.adaptive.planner.choose_partition import Decision, Loads, travelling
 from megatron.adaptive.profiling.pipeline_times import LayerShare, Sample
 from megatron.adaptive.rebalance.auto_schedule import Tuner, held_bytes, memory_of
+from megatron.adaptive.rebalance.judgement import (
+    MOST_STEPS,
+    Lanes,
+    Move,
+    StepMeasurements,
+    compare,
+    judge,
+    loads_over,
+    step_seconds,
+)
 from megatron.adaptive.rebalance.move_stages import with_schedule
-from megatron.adaptive.rebalance.time_limit import LIMIT_S, result_within
-from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.rebalance.time_limit import LIMIT_S
 from megatron.adaptive.schedule.choose_slices import SliceTrial
-from megatron.adaptive.schedule.memory_caps import default_cap
-from megatron.adaptive.schedule.stage_placement import Placement
 
-KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _WARM_UP = 1
-_MOST_STEPS = 32
-_LEAST_STEPS = 3
 _JUDGED_STEPS = 8
 """Number of steps after which a move that ``auto`` made, or one that follows it, is checked."""
-_SLOW = 1.05
-_FITS = 32
-_LEAST_S = 1e-12
-_PAYS = 0.01
-"""Minimum fraction of the step time that a move must have saved, or the layers go back."""
-
-Lanes = dict[tuple[ActionKind, int], float]
-"""Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMeasurements:
-    """Holds what a rank has measured since the last decision.
-
-    Attributes:
-        pp_rank: Pipeline rank.
-        steps: Median durations of the rank's actions, one ``Lanes`` per step.
-        spans_s: Duration of each of these steps in seconds.
-        shares: Fraction of a forward pass that the chunk's layers take, without embedding and loss;
-            one per chunk.
-        free_bytes: Size of the memory that is free for activations, in bytes.
-        kept_bytes: Size in bytes of the activations that a microbatch keeps, per chunk.
-        held_bytes: Size in bytes of weights, gradients and optimizer state, per chunk.
-        layer_bytes: Size in bytes of each layer, per chunk. Layers of equal size count as the same
-            kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the layers' total time that each layer takes, per chunk; empty if all
-            layers are equal.
-    """
-
-    pp_rank: int
-    steps: tuple[Lanes, ...]
-    spans_s: tuple[float, ...]
-    shares: tuple[float, ...]
-    free_bytes: int = 0
-    kept_bytes: tuple[int, ...] = ()
-    held_bytes: tuple[int, ...] = ()
-    layer_bytes: tuple[tuple[int, ...], ...] = ()
-    parts: tuple[tuple[float, ...], ...] = ()
-
-    def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
-        """Yields (size in bytes, fraction of the layers' total time) of each layer in a chunk.
-
-        Args:
-            chunk: Index of the chunk on this rank.
-            count: Number of layers in the chunk.
-        """
-        sizes = self.layer_bytes[chunk] if self.layer_bytes else (0,) * count
-        parts = self.parts[chunk] if self.parts else ()
-        return zip(sizes, parts or (1 / max(1, count),) * count, strict=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move(PartitionMove):
-    """Describes a move of layers between ranks, which takes place before the next step.
-
-    Attributes:
-        why: Reason for the move, printed in the log.
-        before_s: Measured step time before the move, in seconds.
-        former: Partition before the move.
-        is_return: Whether the move takes back the one before, which gained nothing.
-    """
-
-    why: str
-    before_s: float
-    former: Partition
-    is_return: bool = False
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -178,7 +103,7 @@ class Repartitioner:
         self._may_move = settings.repartition != "off"
         self._interval = settings.repartition_interval
         self._gain = settings.repartition_gain
-        self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)
         self._since = 0
         self._promise: Move | None = None
         self._share: LayerShare | None = None
@@ -235,7 +160,7 @@ class Repartitioner:
             present_s=decision.present_s,
             step_s=decision.step_s,
             why="auto",
-            before_s=_step_s(spans_s),
+            before_s=step_seconds(spans_s),
             former=self._partition,
         )
 
@@ -329,25 +254,10 @@ class Repartitioner:
         promise, self._promise = self._promise, None
         if promise is None:
             return None
-        gained = 1 - step_s / promise.before_s
-        self._message(
-            f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
-            f"({promise.gain:.1%} was predicted)"
-        )
-        settings = self._run.job.config.schedule
-        kept = gained >= promise.gain / 2
-        self._gain = settings.repartition_gain if kept else 2 * self._gain
-        if gained >= _PAYS:
-            return None
-        return Move(
-            partition=promise.former,
-            present_s=step_s,
-            step_s=promise.before_s,
-            why="the last move gained nothing",
-            before_s=step_s,
-            former=promise.partition,
-            is_return=True,
-        )
+        least_gain = self._run.job.config.schedule.repartition_gain
+        outcome = compare(promise, step_s, self._gain, least_gain, self._message)
+        self._gain = outcome.gain
+        return outcome.way_back
 
     def _measurements(self) -> StepMeasurements:
         assert self._share is not None
@@ -379,69 +289,14 @@ class Repartitioner:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
-        gain = self._gain
-        count = min(len(of_rank.steps) for of_rank in measured)
-        span_s = _step_s([of_rank.spans_s for of_rank in measured])
-        if count < _LEAST_STEPS:
-            return None, span_s, False
-
-        whole, *halves = self._loads(measured, num_microbatches)
-
-        def promises(loads: Loads, partition: Partition) -> bool:
-            step_s = simulated_step(loads, candidate, num_microbatches)
-            return step_s(partition) <= step_s(loads.partition) * (1 - gain)
-
-        def proposal() -> tuple[PartitionMove | None, bool]:
-            try:
-                step_s = simulated_step(whole, candidate, num_microbatches)
-                proposed = propose(whole, step_s, gain)
-            except ScheduleError:
-                # The schedule cannot be simulated for this number of microbatches, so no gain can
-                # be predicted.
-                return None, False
-            if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-                # A half of the steps shows no such gain, so the slowness may be temporary.
-                return None, False
-            return proposed, False
-
-        late: tuple[PartitionMove | None, bool] = (None, True)
-        proposed, is_late = result_within(LIMIT_S, proposal, late)
-        if proposed is None:
-            return None, span_s, is_late
-        move = Move(
-            **vars(proposed),
-            why=_reason(whole),
-            before_s=span_s,
-            former=run.job.config.layers_per_stage,
-        )
-        return move, span_s, False
+        partition = run.job.config.layers_per_stage
+        return judge(measured, candidate, partition, num_microbatches, self._gain)
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
-        half = min(len(of_rank.steps) for of_rank in measured) // 2
-        return [
-            loads_of(
-                measured,
-                run.placement,
-                run.job.config.layers_per_stage,
-                units=candidate.cap
-                or default_cap(run.placement, num_microbatches, candidate.num_slices),
-                steps=steps,
-            )
-            for steps in (slice(None), slice(half), slice(half, None))
-        ]
-
-
-def _step_s(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median time in seconds of a step, which lasts as long as on its slowest rank.
-
-    Args:
-        spans_s: Time of each step in seconds, by rank.
-    """
-    count = min(map(len, spans_s))
-    return statistics.median(max(spans[step] for spans in spans_s) for step in range(count))
+        return loads_over(measured, candidate, run.job.config.layers_per_stage, num_microbatches)
 
 
 def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
@@ -465,190 +320,6 @@ def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
         if model.pre_process or model.post_process or model.mtp_process or chunk in unlike
     }
     return LayerShare(models, run.job.accelerator.clock(), unlike)
-
-
-def loads_of(
-    measured: Sequence[StepMeasurements],
-    placement: Placement,
-    partition: Sequence[int],
-    *,
-    units: float,
-    steps: slice = slice(None),
-) -> Loads:
-    """Computes the time of a layer on each rank, and that of embedding and loss on each stage.
-
-    Of several data-parallel replicas, the slowest is used, because the others wait for it. A rank
-    without layers is assumed to be as fast as the median rank.
-
-    Args:
-        measured: Measurements of each rank of the job.
-        placement: Assignment of stages to ranks and chunks.
-        partition: Number of layers per stage.
-        units: Number of microbatches whose activations a rank holds at the same time.
-        steps: Slice that selects the measured steps to use.
-    """
-    ranks = placement.num_ranks
-    stages = _slowest_replicas(measured, placement, partition, steps)
-    sizes = [size for stage in stages for size, _ in stage.layers]
-    numbers = {size: kind for kind, size in enumerate(sorted({*sizes} or {0}))}
-    kinds = tuple(numbers[size] for size in sizes)
-    sums = np.zeros((ranks, len(numbers), 3))
-    counts = np.zeros((ranks, len(numbers)))
-    for number, stage in enumerate(stages):
-        rank = placement.locate(number)[0]
-        for size, part in stage.layers:
-            sums[rank, numbers[size]] += np.array(stage.times_s) * stage.share * part
-            counts[rank, numbers[size]] += 1
-    most = [math.inf] * ranks
-    relative = [(1.0,) * len(numbers)] * ranks
-    for of_rank in measured:
-        limit, kind_sizes = _most_layers(of_rank, placement, partition, units, sorted(numbers))
-        if limit < most[of_rank.pp_rank]:
-            most[of_rank.pp_rank] = limit
-            relative[of_rank.pp_rank] = kind_sizes
-    extra_s = []
-    for stage, num_layers in zip(stages, partition, strict=True):
-        rest = 1.0 - stage.share if num_layers else 1.0
-        forward, backward, weight = stage.times_s
-        extra_s.append((forward * rest, backward * rest, weight * rest))
-    return Loads(
-        placement=placement,
-        partition=tuple(partition),
-        layer_s=_all_times(sums, counts),
-        beside_s=tuple(extra_s),
-        most_layers=tuple(most),
-        kinds=kinds,
-        sizes=tuple(relative),
-    )
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Holds the times of a stage on its slowest data-parallel replica.
-
-    Attributes:
-        times_s: Median time in seconds of the forward, backward and separate weight-gradient pass.
-        share: Fraction of a forward pass that the stage's layers take, without embedding and loss.
-        layers: (Size in bytes, fraction of the layers' total time) of each layer.
-    """
-
-    times_s: Times = (0.0, 0.0, 0.0)
-    share: float = 1.0
-    layers: tuple[tuple[int, float], ...] = ()
-
-
-def _slowest_replicas(
-    measured: Sequence[StepMeasurements],
-    placement: Placement,
-    partition: Sequence[int],
-    steps: slice,
-) -> list[_Stage]:
-    """Returns for each stage the times on the slowest of the data-parallel ranks that run it."""
-    stages = [_Stage()] * placement.num_stages
-    for of_rank in measured:
-        for chunk in range(placement.num_chunks):
-            stage = placement.stage_of(of_rank.pp_rank, chunk)
-            typical = _typical(of_rank.steps[steps], chunk)
-            if not stages[stage].layers or sum(typical) > sum(stages[stage].times_s):
-                layers = tuple(of_rank.layers_in(chunk, partition[stage]))
-                stages[stage] = _Stage(typical, of_rank.shares[chunk], layers)
-    return stages
-
-
-def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
-    """Estimates the time of each kind of layer on each rank, also for kinds not measured there.
-
-    Layers of the same size are one kind. The model is: time = (time of the kind) x (slowness of the
-    rank). A rank that shares no kind of layer with another rank is assumed to have slowness 1.
-
-    Args:
-        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis is
-            forward, backward and weight-gradient pass.
-        counts: Number of measured layers, ``[ranks, kinds]``.
-
-    Returns:
-        Time in seconds of forward, backward and weight-gradient pass, by rank and kind of layer.
-    """
-    ranks, kinds = counts.shape
-    means = sums / np.maximum(counts, 1)[:, :, None]
-    whole = means.sum(axis=2)
-    every = np.arange(kinds)
-    slowness = np.ones(ranks)
-
-    def middle() -> Any:
-        """Returns, per kind of layer, the rank with the median time among ranks that have it."""
-        usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
-        has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
-        return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
-
-    for _ in range(_FITS):
-        source = middle()
-        usual = np.maximum(whole[source, every] / slowness[source], _LEAST_S)
-        ratios = (whole / usual * counts).sum(axis=1)
-        measured = counts.sum(axis=1)
-        fitted = np.where(measured > 0, ratios / np.maximum(measured, 1), 1.0)
-        slowness = np.maximum(fitted, _LEAST_S)
-    source = np.where(counts > 0, np.arange(ranks)[:, None], middle())
-    factor = slowness[:, None] / slowness[source]
-    times = means[source, every] * factor[:, :, None]
-    return tuple(tuple(map(tuple, kinds)) for kinds in times.tolist())
-
-
-def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
-    """Returns a chunk's median time in seconds for forward, backward and weight-gradient pass."""
-    medians = []
-    for kind in KINDS:
-        values = [lanes[kind, chunk] for lanes in steps if (kind, chunk) in lanes]
-        medians.append(statistics.median(values) / 1e9 if values else 0.0)
-    return medians[0], medians[1], medians[2]
-
-
-def _most_layers(
-    measured: StepMeasurements,
-    placement: Placement,
-    partition: Sequence[int],
-    units: float,
-    kinds: Sequence[int],
-) -> tuple[float, tuple[float, ...]]:
-    """Returns the number of layers that fit into a rank's memory, at least the current number.
-
-    Args:
-        measured: Measurements of the rank.
-        placement: Assignment of stages to ranks and chunks.
-        partition: Number of layers per stage.
-        units: Number of microbatches whose activations a rank holds at the same time.
-        kinds: Size in bytes of a layer, per kind of layer.
-
-    Returns:
-        Number of layers of the rank's mean layer size, and for each kind of layer its size as a
-        multiple of that mean.
-    """
-    chunks = range(placement.num_chunks)
-    counts = [partition[placement.stage_of(measured.pp_rank, chunk)] for chunk in chunks]
-    layers = sum(counts)
-    if not layers or not measured.kept_bytes:
-        return math.inf, (1.0,) * len(kinds)
-    kept = sum(measured.kept_bytes) * units
-    room = measured.free_bytes * (1 - KEPT_FREE) - kept
-    mean_bytes = max(1.0, (kept + sum(measured.held_bytes)) / layers)
-    present = [size for chunk in chunks for size, _ in measured.layers_in(chunk, counts[chunk])]
-    sizes = tuple(1 + (size - statistics.fmean(present)) / mean_bytes for size in kinds)
-    return layers + max(0, math.floor(room / mean_bytes)), sizes
-
-
-def _reason(loads: Loads) -> str:
-    """Returns a clause for the log that names the slow ranks, or else the rank with most work."""
-    slow = [
-        f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
-        for rank, factor in enumerate(loads.slowness)
-        if factor >= _SLOW
-    ]
-    if slow:
-        return " and ".join(slow)
-    paces = loads.paces(loads.partition)
-    busiest = max(range(len(paces)), key=paces.__getitem__)
-    middle = statistics.median(paces)
-    return f"rank {busiest} has {paces[busiest] / max(middle, 1e-9) - 1:.0%} more work than others"
 
 
 def make_tuner(

@@ -31,9 +31,10 @@ from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
 from megatron.adaptive.gpt.train_step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.choose_partition import Decision
 from megatron.adaptive.rebalance.auto_schedule import Tuner
+from megatron.adaptive.rebalance.judgement import Move
 from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
-from megatron.adaptive.rebalance.repartition import Move, Repartitioner, make_tuner
+from megatron.adaptive.rebalance.repartition import Repartitioner, make_tuner
 from megatron.adaptive.schedule.choose_slices import NextTrial, SliceTrial
 from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.hook import Hook

@@ -1,0 +1,270 @@
+"""Implements ``repartition="auto"`` of a ``Pipeline``: moves segments if that makes steps faster.
+
+Every rank measures its steps. At the end of an interval the first rank judges by the same rules as
+the trainer (``rebalance/judgement.py``)::
+
+    times of the stages        ──┐
+    counted work of the segments ├──> loads of ranks and segments ──> fastest partition, simulated
+     of the trained microbatches─┘
+
+Segments with the same work and equally large parameters are of one kind, such as the blocks of an
+encoder. The time of a stage is divided among its segments by their counted work, summed over the
+microbatches that were trained. So many images make the encoder expensive, and few make it cheap.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.policy_factory import Orders
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.assembly import Assembly, PipelineSettings
+from megatron.adaptive.modules.content import ContentBalance
+from megatron.adaptive.modules.mesh import Mesh
+from megatron.adaptive.modules.moving import SegmentMover
+from megatron.adaptive.modules.step_work import StepWork
+from megatron.adaptive.planner.choose_partition import travelling
+from megatron.adaptive.profiling.free_memory import free_memory_bytes
+from megatron.adaptive.rebalance.judgement import (
+    MOST_STEPS,
+    Lanes,
+    Move,
+    StepMeasurements,
+    compare,
+    judge,
+    trained_bytes,
+)
+from megatron.adaptive.rebalance.time_limit import LIMIT_S
+
+REPARTITION = ("repartition", "repartition_interval", "repartition_gain")
+"""Settings of a ``Pipeline`` that are flags of the trainer too, with the same limits."""
+_WARM_UP = 1
+
+
+def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
+    """Checks that segments may move in this job.
+
+    Raises:
+        ConfigError: If they may not.
+    """
+    if request.repartition == "off":
+        return
+    if is_elastic:
+        raise ConfigError(
+            "repartition 'auto' was given in a job that changes its shape, whose launcher chooses "
+            "the partition: leave repartition out"
+        )
+    if request.trace_dir is not None:
+        raise ConfigError(
+            "repartition 'auto' was given with trace_dir, and a trace describes steps of one "
+            "partition: leave out one of them"
+        )
+
+
+def make_balancer(
+    request: PipelineSettings,
+    assembly: Assembly,
+    mesh: Mesh,
+    orders: Orders,
+    balance: ContentBalance,
+) -> SegmentBalancer | None:
+    """Returns the object that moves segments, ``None`` if they stay. Collective."""
+    if request.repartition == "off" or mesh.pipeline_size == 1:
+        return None
+    return SegmentBalancer(request, assembly, mesh, orders, balance)
+
+
+class SegmentBalancer:
+    """Measures the steps of a pipeline, and decides when segments move. Collective over all ranks.
+
+    Args:
+        request: Settings of the pipeline.
+        assembly: This rank's part of the model.
+        mesh: Replica and pipeline position of this process, and its process groups.
+        orders: Object that determines the order in which the rank runs its actions.
+        balance: Object that fits the costs of content.
+    """
+
+    def __init__(
+        self,
+        request: PipelineSettings,
+        assembly: Assembly,
+        mesh: Mesh,
+        orders: Orders,
+        balance: ContentBalance,
+    ) -> None:
+        self._assembly = assembly
+        self._mesh = mesh
+        self._orders = orders
+        self._balance = balance
+        self._mover = SegmentMover(request.model, request.order, assembly, mesh)
+        self._interval = request.repartition_interval
+        self._gain = self._least_gain = request.repartition_gain
+        self._sizes = _segment_sizes(request, assembly)
+        self._kinds = _segment_kinds(assembly, self._sizes)
+        self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)
+        self._promise: Move | None = None
+        self._told: set[str] = set()
+        self._work: list[float] = []
+        self._begin()
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Returns the present number of segments in each stage."""
+        return self._assembly.recordings.part.partition
+
+    @property
+    def shared_weights(self) -> tuple[tuple[str, ...], ...]:
+        """Returns all names of each parameter that several processes use now."""
+        return self._mover.shared_weights(self.partition)
+
+    def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
+        """Adds the times of a training step; at the end of an interval, decides about a move.
+
+        Args:
+            work: Microbatches of the step.
+            times: Durations of this rank's actions in the step, and of the step itself.
+
+        Returns:
+            Move to make before the next step, equal on all ranks; ``None`` if segments stay.
+        """
+        if self._skip:
+            self._skip -= 1
+            return None
+        count = len(work.programs)
+        totals: Lanes = {}
+        for action, nanoseconds in times.actions:
+            lane = action.kind, action.chunk
+            totals[lane] = totals.get(lane, 0.0) + nanoseconds / count
+        self._steps.append((totals, times.span_s))
+        for programs in work.programs:
+            self._work = [
+                total + each for total, each in zip(self._work, programs.segment_work, strict=True)
+            ]
+        self._since += 1
+        if self._since < self._interval:
+            return None
+        measured = self._mesh.gather(self._measurements(work))
+        candidate = self._orders.candidate(count)
+        decide = functools.partial(
+            judge, measured, candidate, self.partition, count, self._gain, least_layers=1
+        )
+        move, step_s, is_late = self._mesh.on_first(decide)
+        if is_late:
+            self._say(f"segments stay, as no partition was simulated within {LIMIT_S:g} s")
+        way_back = self._compare(step_s)
+        self._forget()
+        return way_back if move is None or move.gain < self._gain else move
+
+    def carry_out(self, move: Move) -> bool:
+        """Moves segments, and starts to measure the new partition.
+
+        Returns:
+            Whether the segments have moved; otherwise a line says why they stay.
+        """
+        begin_s = time.perf_counter()
+        before = self.partition
+        refusal = self._mover.move(move.partition)
+        if refusal is not None:
+            if refusal not in self._told:
+                self._told.add(refusal)
+                self._say(f"{format_partition(before)} stays: {refusal}")
+            return False
+        self._balance.use(self.partition)
+        self._promise = None if move.is_return else move
+        self._begin()
+        segments = travelling(before, self.partition, self._orders.placement)
+        predicted = (
+            ""
+            if move.is_return
+            else f"predicted step: {move.gain:.1%} shorter than {move.before_s * 1e3:.4g} ms; "
+        )
+        self._say(
+            f"{format_partition(before)} -> {format_partition(self.partition)}: {move.why}; "
+            f"{predicted}{segments} segment{'s' * (segments != 1)} moved in "
+            f"{time.perf_counter() - begin_s:.3f} s"
+        )
+        return True
+
+    def _begin(self) -> None:
+        self._skip = _WARM_UP
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._since = 0
+        self._work = [0.0] * len(self._sizes)
+
+    def _compare(self, step_s: float) -> Move | None:
+        """Logs the gain of the last move, if any; returns the way back if there is none."""
+        promise, self._promise = self._promise, None
+        if promise is None:
+            return None
+        outcome = compare(promise, step_s, self._gain, self._least_gain, self._print)
+        self._gain = outcome.gain
+        return outcome.way_back
+
+    def _measurements(self, work: StepWork) -> StepMeasurements:
+        placement = self._orders.placement
+        chunks = range(placement.num_chunks)
+        parts, sizes, held = [], [], []
+        for chunk in chunks:
+            stage = placement.stage_of(self._mesh.pp_rank, chunk)
+            begin = sum(self.partition[:stage])
+            segments = slice(begin, begin + self.partition[stage])
+            works = self._work[segments]
+            total = sum(works)
+            parts.append(tuple(each / total if total else 1 / len(works) for each in works))
+            sizes.append(tuple(self._kinds[segments]))
+            held.append(sum(self._sizes[segments]))
+        accelerator = self._mesh.accelerator
+        ranks_here = self._mesh.environment.local_world_size
+        return StepMeasurements(
+            pp_rank=self._mesh.pp_rank,
+            steps=tuple(lanes for lanes, _ in self._steps),
+            spans_s=tuple(span_s for _, span_s in self._steps),
+            shares=(1.0,) * placement.num_chunks,
+            free_bytes=free_memory_bytes(accelerator, ranks_here),
+            kept_bytes=tuple(
+                max(programs.meter.bytes_of(chunk) for programs in work.programs)
+                for chunk in chunks
+            ),
+            held_bytes=tuple(held),
+            layer_bytes=tuple(sizes),
+            parts=tuple(parts),
+        )
+
+    def _say(self, text: str) -> None:
+        self._print(f"  repartition: {text}")
+
+    def _print(self, line: str) -> None:
+        if self._mesh.rank == 0:
+            print(printable(line), flush=True)
+
+
+def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
+    """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
+
+    A parameter that several segments use counts in the first of them.
+    """
+    part = assembly.recordings.part
+    sizes = [0] * (len(part.cuts) + 1)
+    for name, parameter in request.model.named_parameters():
+        if name in part.homes:
+            sizes[part.homes[name][0]] += trained_bytes(parameter)
+    return sizes
+
+
+def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
+    """Returns a number for each segment that is equal for segments of one kind, near its size."""
+    works = zip(*assembly.sample_work.values(), strict=True)
+    kinds = list(zip(sizes, works, strict=True))
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    # The number makes kinds of equal size differ, and is small beside a size in bytes.
+    return [kind[0] + numbers[kind] for kind in kinds]

@@ -1,0 +1,166 @@
+"""One of the ranks of a pipeline whose segments move; compares it with the whole model.
+
+Usage: ``repartition_worker.py FOLDER SCHEDULE PARTITION``. Each block sleeps, so the first
+partition is slow. After each move blocks sleep longer, so it does not pay, and one is taken back.
+Writes the partitions that the pipeline had to ``FOLDER/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from models import SHARED, WIDTH, Knotty, make_batch
+
+from megatron.adaptive import Pipeline
+
+MOST_STEPS = 40
+MICROBATCH = 2
+SLEEP_S = [0.002]
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a while in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP_S[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP_S[0])
+        return gradients[0]
+
+
+class SlowLinear(torch.nn.Linear):
+    """A layer that takes a while."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product."""
+        return super().forward(Sleep.apply(x))
+
+
+def sleeping_model() -> torch.nn.Module:
+    """Returns a model with shared weights, a running mean, and a frozen layer."""
+    torch.manual_seed(3)
+    model = Knotty()
+    model.blocks = torch.nn.ModuleList(SlowLinear(WIDTH, WIDTH) for _ in model.blocks)
+    model.blocks[2].requires_grad_(False)
+    return model
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns an optimizer with two groups of parameters."""
+    groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+    return torch.optim.AdamW(
+        [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0, "lr": 0.01}], lr=0.02
+    )
+
+
+class Reference:
+    """Trains the whole model in this process alone."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = adam([p for p in model.parameters() if p.requires_grad])
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
+
+    def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
+        """Returns the mean loss over microbatches, after a step if ``trains``."""
+        total = 0.0
+        self.optimizer.zero_grad()
+        self.model.train(trains)
+        count = len(batch["ids"]) // MICROBATCH
+        seconds, SLEEP_S[0] = SLEEP_S[0], 0.0
+        with torch.set_grad_enabled(trains):
+            for number in range(count):
+                part = slice(number * MICROBATCH, (number + 1) * MICROBATCH)
+                loss = self.model(**{name: entry[part] for name, entry in batch.items()}) / count
+                if trains:
+                    loss.backward()
+                total += float(loss.detach())
+        SLEEP_S[0] = seconds
+        if trains:
+            self.optimizer.step()
+            self.schedule.step()
+        return total
+
+
+def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
+    parameters = dict(whole.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter, parameters[name], rtol=1e-5, atol=1e-6)
+
+
+def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
+    """Trains until segments have moved and gone back; returns the partitions."""
+    model = sleeping_model()
+    reference = Reference(copy.deepcopy(model))
+    batches = [make_batch(8, seed) for seed in range(3)]
+    seconds = SLEEP_S[0]
+    SLEEP_S[0] = 0.0
+    with Pipeline(
+        model,
+        batches[0],
+        micro_batch_size=MICROBATCH,
+        pipeline_size=2,
+        schedule=schedule,
+        partition=partition,
+        shared_weights=SHARED,
+        repartition="auto",
+        repartition_interval=4,
+    ) as pipeline:
+        SLEEP_S[0] = seconds
+        pipeline.set_optimizer(adam)
+        optimizer = pipeline._update.optimizer
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        partitions = [pipeline.partition]
+        saved: dict[str, torch.Tensor] = {}
+        for step in range(MOST_STEPS):
+            batch = batches[step % len(batches)]
+            loss, _ = pipeline.step(pipeline.share(batch))
+            plan.step()
+            assert loss == pytest.approx(reference.loss_of(batch, trains=True), rel=1e-6)
+            if pipeline.partition != partitions[-1]:
+                partitions.append(pipeline.partition)
+                require_same(pipeline, reference.model)
+                SLEEP_S[0] *= 3
+                if len(partitions) == 2:
+                    pipeline.save(folder / "checkpoints")
+                    saved = copy.deepcopy(reference.model.state_dict())
+            if len(partitions) > 2 and partitions[-1] == partitions[-3]:
+                break
+        if pipeline.replicas == 1:
+            # Each replica has running means of its own microbatches.
+            expected = reference.loss_of(batches[0], trains=False)
+            assert pipeline.eval(batches[0]) == pytest.approx(expected, rel=1e-6)
+        pipeline.load(folder / "checkpoints")
+        reference.model.load_state_dict(saved)
+        require_same(pipeline, reference.model)
+        assert pipeline._update.optimizer is optimizer
+    return partitions
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder, schedule, partition = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    partitions = train(folder, schedule, partition)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(partitions))
+
+
+if __name__ == "__main__":
+    main()
