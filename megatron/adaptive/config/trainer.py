@@ -141,6 +141,8 @@ class TrainerConfig:
     def num_slices(self) -> int:
         """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
         tokens = self.schedule.slice_tokens
+        if self.schedule.chosen_slices is not None:
+            return self.schedule.chosen_slices
         if self.schedule.chooses_slices:
             return first_number(self.model.seq_length, self._slice_multiple)
         if tokens is None:
@@ -290,9 +292,11 @@ class TrainerConfig:
 
         Settings of megatron-core are left out if they have their default value, so that a
         checkpoint can also be loaded with another version of megatron-core. The settings of
-        adapters are left out if no adapters are trained.
+        adapters are left out if no adapters are trained. A number of slices that was chosen is left
+        out too: with ``--sequence-slices auto``, another run with these settings chooses again.
         """
         saved = dataclasses.asdict(self)
+        del saved["schedule"]["chosen_slices"]
         if not self.lora.is_on:
             del saved["lora"]
         defaults = vars(CoreConfig())

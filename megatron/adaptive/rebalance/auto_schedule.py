@@ -33,7 +33,12 @@ from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
-from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
+from megatron.adaptive.schedule.choose_by_simulation import (
+    ScheduleChoice,
+    choose,
+    compile_ahead,
+    pace_of,
+)
 from megatron.adaptive.schedule.choose_slices import (
     NextTrial,
     SliceChoice,
@@ -177,7 +182,9 @@ class Tuner:
     def _choose_in_time(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
     ) -> Decision:
-        present = self.forward_backward.orders.candidate(num_microbatches)
+        orders = self.forward_backward.orders
+        present = orders.candidate(num_microbatches)
+        compile_ahead(orders.auto_candidates)
         return result_within(
             LIMIT_S,
             lambda: self._choose(samples, loads, num_microbatches),

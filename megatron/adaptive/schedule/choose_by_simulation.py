@@ -35,7 +35,7 @@ from megatron.adaptive.schedule.catalog import (
 from megatron.adaptive.schedule.memory_caps import default_cap, with_rounding
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import StageProfile, draw
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
@@ -241,6 +241,25 @@ def _fastest(
         best = fixed
     reason = _reason(best, fixed, profile, most)
     return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
+
+
+def compile_ahead(also: Sequence[str] = ()) -> None:
+    """Compiles the functions that :func:`choose` runs, which takes long once on each machine.
+
+    Call it before a time limit begins.
+
+    Args:
+        also: Names of additional schedules and run-time rules, as for :func:`choose`.
+    """
+    placement = Placement(num_ranks=2, num_chunks=1)
+    profile = StageProfile(times=StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0))
+    rules = dict.fromkeys(name for name, _ in (*RULES, *((name, True) for name in also)))
+    outcomes = []
+    for name in ("1f1b", *rules):
+        with contextlib.suppress(ScheduleError):  # a user's schedule may need another pipeline
+            candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, 2)
+            outcomes.append(evaluate(candidate, 2, profile, (0,)))
+    _annealed(outcomes, 2, profile, 2.0, DEFAULT_PIECES)
 
 
 def evaluate(
