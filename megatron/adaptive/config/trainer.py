@@ -164,6 +164,18 @@ class TrainerConfig:
         return self.num_slices if is_constant else 1
 
     @property
+    def varies_slices(self) -> bool:
+        """Whether microbatches of a step may have different numbers of slices.
+
+        An order that is made before the step needs equal numbers. So do replicas that exchange
+        tokens of experts, because they run the same actions.
+        """
+        spec = schedule_spec(self.schedule.pipeline_schedule)
+        follows = spec.kind != "rule" or spec.is_own or spec.name == "hinted"
+        has_lengths = self.data.variable_seq_lengths and self.schedule.slice_tokens is not None
+        return has_lengths and not follows and self.core.num_moe_experts is None
+
+    @property
     def cuts_sequences(self) -> bool:
         """Whether microbatches may be cut into several slices, or packed for slices."""
         packs = self.schedule.slice_tokens is not None and self.data.variable_seq_lengths
@@ -181,6 +193,7 @@ class TrainerConfig:
             multiple=self._slice_multiple,
             pair_cost=self._pair_cost if self._cuts_by_cost else 0.0,
             is_packed=self.packs_documents,
+            varies=self.varies_slices,
         )
 
     @property

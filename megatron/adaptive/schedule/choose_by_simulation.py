@@ -243,23 +243,31 @@ def _fastest(
     return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
 
 
-def compile_ahead(also: Sequence[str] = ()) -> None:
-    """Compiles the functions that :func:`choose` runs, which takes long once on each machine.
-
-    Call it before a time limit begins.
+def names_to_compile(also: Sequence[str] = ()) -> list[str]:
+    """Returns the names of schedules and rules for :func:`compile_ahead`.
 
     Args:
         also: Names of additional schedules and run-time rules, as for :func:`choose`.
     """
-    placement = Placement(num_ranks=2, num_chunks=1)
+    rules = (name for name in (*(name for name, _ in RULES), *also) if is_rule(name))
+    return [*dict.fromkeys(("1f1b", *rules)), ANNEALED]
+
+
+def compile_ahead(name: str) -> None:
+    """Compiles the functions that simulate a schedule, which takes long once on each machine.
+
+    Call it for each of :func:`names_to_compile` before a time limit begins.
+
+    Args:
+        name: Name of a static schedule or run-time rule.
+    """
+    is_annealed = name == ANNEALED
+    candidate = make_candidate("1f1b" if is_annealed else name, 2, 1, 2)
     profile = StageProfile(times=StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0))
-    rules = dict.fromkeys(name for name, _ in (*RULES, *((name, True) for name in also)))
-    outcomes = []
-    for name in ("1f1b", *rules):
-        with contextlib.suppress(ScheduleError):  # a user's schedule may need another pipeline
-            candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, 2)
-            outcomes.append(evaluate(candidate, 2, profile, (0,)))
-    _annealed(outcomes, 2, profile, 2.0, DEFAULT_PIECES)
+    with contextlib.suppress(ScheduleError):  # a user's rule may need another pipeline
+        outcome = evaluate(candidate, 2, profile, (0,))
+        if is_annealed:
+            improve(outcome.example.to_schedule(name), outcome.example.workload, 2.0)
 
 
 def evaluate(
