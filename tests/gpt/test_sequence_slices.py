@@ -237,8 +237,8 @@ def test_documents_in_one_slice_keep_nothing(train: Train) -> None:
     assert slices.sizes is not None
     assert set(slices.sizes) == {64}
     assert isinstance(slices.count, tuple)  # numbers of slices differ
-    places = [place_of(item, slices.count) for item in range(len(slices.sizes))]
-    tokens = [slices._cut(place.microbatch).kept_tokens(place.part) for place in places]
+    positions = [place_of(item, slices.count) for item in range(len(slices.sizes))]
+    tokens = [slices._cut(position.microbatch).kept_tokens(position.part) for position in positions]
     assert 0 < sum(tokens) < 64 * len(tokens)
     forward_backward: Any = run.forward_backward
     (nbytes,) = forward_backward.activation_bytes()

@@ -8,13 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.choose_by_simulation import (
-    ScheduleChoice,
-    choose,
-    compile_ahead,
-    names_to_compile,
-    pace_of,
-)
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     SliceTrial,
     added_s,
@@ -23,7 +17,6 @@ from megatron.adaptive.schedule.choose_slices import (
     ratio,
     without_slices,
 )
-from megatron.adaptive.schedule.numba_kernels import compiled_loop
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, StageTimes, draw
 
@@ -126,23 +119,3 @@ def test_the_pace_of_slices_has_messages_of_slices() -> None:
     stages = StageProfile(times=times, link=link)
     assert pace_of(stages) == (0.5, 2.0, 0.5)
     assert pace_of(stages, 4) == (0.2, 2.0, 0.5)
-
-
-def test_all_that_a_choice_runs_is_compiled_ahead() -> None:
-    compiled_loop.cache_clear()
-    for name in names_to_compile():
-        compile_ahead(name)
-    before = compiled_loop.cache_info()
-    placement = Placement(num_ranks=2, num_chunks=1)
-    times = StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0)
-    choose(
-        StageProfile(times=times),
-        placement=placement,
-        num_microbatches=2,
-        most=2.0,
-        splittable=True,
-        num_slices=2,
-    )
-    after = compiled_loop.cache_info()
-    assert (after.misses, after.currsize) == (before.misses, before.currsize)
-    assert before.currsize > 0

@@ -235,8 +235,8 @@ class Executor:
         if slices == 1:
             return {"microbatch": turn}
         item = turn if kind is ActionKind.F else mirrored(turn, slices)
-        place = place_of(item, slices)
-        return {"microbatch": place.microbatch, "slice": place.part}
+        position = place_of(item, slices)
+        return {"microbatch": position.microbatch, "slice": position.part}
 
     def evidence(self) -> dict[str, Any]:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).

@@ -281,7 +281,7 @@ class MegatronStages(SplitStages):
         if received is not None and trains:
             received.requires_grad_()
         model = self.chunks[chunk]
-        place = place_of(microbatch, self._count)
+        position = place_of(microbatch, self._count)
         held: Iterable[torch.Tensor] = model.parameters()
         if slices is not None:
             slices.begin(chunk, microbatch)
@@ -304,7 +304,7 @@ class MegatronStages(SplitStages):
                 collect_non_loss_data=self.collect_non_loss_data,
                 is_first_microbatch=microbatch == 0
                 and check_first_val_step(self.first_val_step, self.forward_only, True),
-                current_microbatch=place.microbatch,
+                current_microbatch=position.microbatch,
                 vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
@@ -312,7 +312,7 @@ class MegatronStages(SplitStages):
             self.num_tokens += num_tokens
         if trains:
             self._kept[chunk, microbatch] = received, output
-        elif slices is not None and place.part == place.slices - 1:
+        elif slices is not None and position.part == position.slices - 1:
             slices.release(chunk, microbatch)
         return output
 

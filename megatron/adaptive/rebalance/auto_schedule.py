@@ -32,19 +32,8 @@ from megatron.adaptive.planner.choose_partition import Decision, Loads, choose_t
 from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
-from megatron.adaptive.rebalance.time_limit import (
-    COMPILED_S,
-    LIMIT_S,
-    SIMULATED_OF_LIMIT,
-    result_within,
-)
-from megatron.adaptive.schedule.choose_by_simulation import (
-    ScheduleChoice,
-    choose,
-    compile_ahead,
-    names_to_compile,
-    pace_of,
-)
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
+from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     NextTrial,
     SliceChoice,
@@ -157,10 +146,6 @@ class Tuner:
             return decision
         if self.numbers and self.trial is None:
             return job.on_first(lambda: self._next_trial(samples, num_microbatches))
-        for name in names_to_compile(self.forward_backward.orders.auto_candidates):
-            # Ranks wait for one function at a time, because each wait has a limit.
-            compiling = partial(compile_ahead, name)
-            job.on_first(partial(result_within, COMPILED_S, compiling, None))
         self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
         decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:

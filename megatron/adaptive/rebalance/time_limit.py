@@ -12,9 +12,6 @@ T = TypeVar("T")
 LIMIT_S = 60.0
 """Maximum time in seconds that all ranks wait while rank 0 chooses a schedule or partition."""
 
-COMPILED_S = 30.0
-"""Maximum time in seconds that all ranks wait while rank 0 compiles one function."""
-
 SIMULATED_OF_LIMIT = 0.75
 """Fraction of the time limit that simulations may use; then the best one so far is chosen."""
 

@@ -35,7 +35,7 @@ from megatron.adaptive.schedule.catalog import (
 from megatron.adaptive.schedule.memory_caps import default_cap, with_rounding
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw
+from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
@@ -241,33 +241,6 @@ def _fastest(
         best = fixed
     reason = _reason(best, fixed, profile, most)
     return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
-
-
-def names_to_compile(also: Sequence[str] = ()) -> list[str]:
-    """Returns the names of schedules and rules for :func:`compile_ahead`.
-
-    Args:
-        also: Names of additional schedules and run-time rules, as for :func:`choose`.
-    """
-    rules = (name for name in (*(name for name, _ in RULES), *also) if is_rule(name))
-    return [*dict.fromkeys(("1f1b", *rules)), ANNEALED]
-
-
-def compile_ahead(name: str) -> None:
-    """Compiles the functions that simulate a schedule, which takes long once on each machine.
-
-    Call it for each of :func:`names_to_compile` before a time limit begins.
-
-    Args:
-        name: Name of a static schedule or run-time rule.
-    """
-    is_annealed = name == ANNEALED
-    candidate = make_candidate("1f1b" if is_annealed else name, 2, 1, 2)
-    profile = StageProfile(times=StageTimes.equal(2, forward_s=1.0, backward_s=1.0, weight_s=1.0))
-    with contextlib.suppress(ScheduleError):  # a user's rule may need another pipeline
-        outcome = evaluate(candidate, 2, profile, (0,))
-        if is_annealed:
-            improve(outcome.example.to_schedule(name), outcome.example.workload, 2.0)
 
 
 def evaluate(

@@ -165,9 +165,9 @@ class RankState:
             s[rank_kernel.SIZED] = 1
             s += [_scaled(size, chunks, mean) for size in sizes]
         if not isinstance(self.num_slices, int):
-            places = [place_of(item, self.num_slices) for item in range(num_items)]
-            s += [item - place.part for item, place in enumerate(places)]
-            s += [item - place.part + place.slices for item, place in enumerate(places)]
+            positions = [place_of(item, self.num_slices) for item in range(num_items)]
+            s += [item - position.part for item, position in enumerate(positions)]
+            s += [item - position.part + position.slices for item, position in enumerate(positions)]
         return s
 
     @property
