@@ -29,7 +29,7 @@ from harness.report import Result, Row, measure, parser_of  # noqa: E402
 from megatron.adaptive.config.sequence_slices import Cut, SliceRule  # noqa: E402
 from megatron.adaptive.data.loader import Batching, LengthMicrobatches  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
-from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
+from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
@@ -114,7 +114,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
         "padding, 1f1b": Way("1f1b", False, padded),
         "packing, 1f1b": Way("1f1b", False, packed),
         "packing, adaptive in a V": Way("adaptive", True, packed),
-        SLICED: Way("adaptive", True, cuts(tokens, slice_tokens=SLICE_TOKENS)),
+        SLICED: Way("adaptive", True, cuts(tokens, slice_tokens=SLICE_TOKENS, varies_slices=True)),
     }
 
 
@@ -135,23 +135,29 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
             if placement not in channels:
                 channels[placement] = Channels(placement, rank)
             pieces = 2 if way.in_v else 0
-            num_slices = len(way.cuts[0].ends)
+            num_slices = tuple(len(cut.ends) for cut in way.cuts)
             count = len(way.cuts)
             sizes = [size for size, _ in way.items]
             mean = sum(sizes) / len(sizes)
-            largest = max(cut.ends[-1] for cut in way.cuts) / (mean * num_slices)
-            cap = max(default_cap(placement, count, num_slices), largest) if way.in_v else None
-            options: Any = {"weight_pieces": pieces, "cap": cap, "num_slices": num_slices}
-            policy = make_policies(way.schedule, placement, count, **options)[rank]
+            mean_number = len(sizes) / count
+            largest = max(cut.ends[-1] for cut in way.cuts) / (mean * mean_number)
+            cap = max(default_cap(placement, count, mean_number), largest) if way.in_v else None
+            candidate = Candidate(
+                name=way.schedule, placement=placement, weight_pieces=pieces, cap=cap
+            )
+            equal = max(num_slices) == 1
+            policy = candidate.policies(count, None if equal else num_slices)[rank]
             state = RankState(
                 placement=placement,
                 rank=rank,
                 num_microbatches=count,
                 sizes=[size / mean for size in sizes],
-                **options,
+                weight_pieces=pieces,
+                cap=cap,
+                num_slices=1 if equal else num_slices,
             )
             work = RankWork(placement, rank, way.seconds(), sleeper)
-            unit = mean * num_slices
+            unit = mean * mean_number
             step = timed_step(channels[placement], work, policy, state, unit)
             records.append(
                 {"seed": seed, "way": name, "tokens": tokens, "s": step.seconds, "peak": step.peak}

@@ -79,6 +79,8 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
         ("NNODES=two", ["NNODES=two", "whole number"]),
         ("MASTER_PORT=70000", ["MASTER_PORT=70000", "65535"]),
         ("LR=0", ["LR=0", "more than 0"]),
+        ("SEQUENCE_SLICES=0", ["SEQUENCE_SLICES=0", "at least 1; auto is possible too"]),
+        ("SEQUENCE_SLICES=many", ["SEQUENCE_SLICES=many", "whole number; auto is possible too"]),
         ("PROFILE=maybe", ["PROFILE=maybe", "True or False"]),
         ("CONTAINER=docker", ["CONTAINER=docker", "apptainer"]),
         ("CONTAINER=pyxis", ["CONTAINER=pyxis", "IMAGE"]),
@@ -170,6 +172,19 @@ def test_the_command_of_a_node() -> None:
     assert "--save /shared/run --load /shared/run" in text
     assert "--save-local /scratch/run" in text
     assert text.endswith("--trace-dir /logs/1/traces --seed 7")
+
+
+@pytest.mark.parametrize("slices", ["auto", "8"])
+def test_a_number_of_slices_or_auto_reaches_the_trainer(slices: str, write: Write) -> None:
+    conf = load_conf(
+        write(
+            f"SEQUENCE_SLICES={slices}\nSCHEDULE=auto\nPIPELINE_MP_SIZE=2\n"
+            "NNODES=2\nNPROC_PER_NODE=1\n"
+        )
+    )
+    flags = trainer_flags(conf, Path("/nowhere"))
+    assert flags[flags.index("--sequence-slices") + 1] == slices
+    check_trainer(conf, 2, Path("/nowhere"))
 
 
 def test_the_plan_of_the_documentation(write: Write, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,18 @@ def rich() -> TrainerConfig:
 def test_a_checkpoint_gives_back_what_was_put_in(rich: TrainerConfig) -> None:
     saved = json.loads(json.dumps(rich.to_dict()))
     assert TrainerConfig.from_dict(saved) == rich
+
+
+def test_a_checkpoint_says_auto_after_the_number_of_slices_was_chosen() -> None:
+    shape = "--pipeline-model-parallel-size 2 --pipeline-schedule auto --sequence-slices auto"
+    config = small(f"{shape} --global-batch-size 8", world_size=2)
+    first = config.num_slices
+    chosen = replace(config, schedule=replace(config.schedule, chosen_slices=2))
+    assert (chosen.num_slices, len(chosen.slice_ends)) == (2, 2)
+    saved = TrainerConfig.from_dict(json.loads(json.dumps(chosen.to_dict())))
+    assert saved == config
+    assert saved.schedule.chooses_slices
+    assert saved.num_slices == first
 
 
 def test_derived_values(rich: TrainerConfig) -> None:

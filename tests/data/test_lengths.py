@@ -77,6 +77,30 @@ def test_rows_of_slices_are_equal_and_hold_the_longest_document(replicas: int) -
         assert len(rows) * slices <= len(exact.plan(lengths)) * least
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -> None:
+    rng = np.random.default_rng(6)
+    for tokens in (16, 100, 700):
+        lengths = np.clip(rng.lognormal(4.0, 1.5, 96), 1, 1750).astype(int).tolist()
+        batching = Batching(
+            micro_batch_size=1,
+            varies=True,
+            replicas=replicas,
+            slice_tokens=tokens,
+            varies_slices=True,
+        )
+        steps = [LengthMicrobatches(lengths, batching, rank, None) for rank in range(replicas)]
+        rows = [row for step in steps for row in step.contents]
+        for width, *documents in rows:
+            assert sum(documents) <= width
+            assert width == max(-(-sum(documents) // tokens), 1) * tokens
+        assert sorted(length for _, *row in rows for length in row) == sorted(lengths)
+        assert len(rows) % replicas == 0
+        # Short documents share no row with slices that only others need.
+        if replicas == 1:
+            assert all(width == -(-max(row) // tokens) * tokens for width, *row in rows)
+
+
 def test_microbatches_tell_their_positions() -> None:
     batching = Batching(micro_batch_size=2, varies=True, replicas=1, multiple=4, shortest=8)
     step = LengthMicrobatches([3, 9, 1, 2], batching, 0, None)

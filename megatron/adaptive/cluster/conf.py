@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ _Port = Annotated[int, Limits(minimum=1, maximum=65535)]
 _Number = Annotated[int, Limits(minimum=1, maximum=1e9)]
 _Cap = Annotated[float, Limits(minimum=1)]
 _Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
+_AUTO = "auto"
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
@@ -34,6 +35,21 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
         name: spec_of(name, kind, default, {"help": meaning, "choices": tuple(choices)})
         for name, (kind, default, meaning, *choices) in table.items()
     }
+
+
+def _slices_of(text: str) -> int | str:
+    """Reads the value of ``SEQUENCE_SLICES``: a number, or ``auto`` to choose it in training.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    if text == _AUTO:
+        return text
+    try:
+        number: int = spec_of("SEQUENCE_SLICES", _Number, "", {}).convert(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_AUTO} is possible too") from None
+    return number
 
 
 SETTINGS = _specs(
@@ -56,7 +72,7 @@ SETTINGS = _specs(
         "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
         "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
-        "SEQUENCE_SLICES": (_Number, "", "slices into which each sequence is cut"),
+        "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
         "ACTIVATION_CAP": (_Cap, "", "most microbatches whose activations a rank keeps"),
         "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
         "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
@@ -106,6 +122,7 @@ SETTINGS = _specs(
     }
 )
 """Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
+SETTINGS["SEQUENCE_SLICES"] = replace(SETTINGS["SEQUENCE_SLICES"], reader=_slices_of)
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:

@@ -200,7 +200,12 @@ def _read_candidates(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Pipeline schedule and traces."""
+    """Pipeline schedule and traces.
+
+    Attributes:
+        chosen_slices: Number of slices that was chosen because ``sequence_slices`` is ``auto``;
+            ``None`` before the choice. No flag sets it, and checkpoints do not have it.
+    """
 
     pipeline_schedule: str = flag(
         "Order of forwards and backwards: megatron-core's own pipeline code (megatron), a fixed "
@@ -308,6 +313,7 @@ class ScheduleConfig:
         unit="SLICES",
         named_values={"auto": CHOSEN_SLICES},
     )
+    chosen_slices: int | None = None
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
         "Number of tokens in each slice, instead of a number of slices. With "
         "--variable-seq-lengths, documents are packed into rows of whole slices, as long as the "

@@ -140,6 +140,7 @@ class SliceRule:
         pair_cost: Cost of attention per token and token of its document, relative to all else that
             is computed for a token; 0 for slices of equal length.
         is_packed: Whether a microbatch is one row of several documents.
+        varies: Whether microbatches of a step may have different numbers of slices.
     """
 
     slices: int
@@ -147,6 +148,7 @@ class SliceRule:
     multiple: int = 1
     pair_cost: float = 0.0
     is_packed: bool = False
+    varies: bool = False
 
     def cut(self, width: int, documents: Sequence[int] = ()) -> Cut:
         """Returns where a microbatch is cut.

@@ -141,6 +141,8 @@ class TrainerConfig:
     def num_slices(self) -> int:
         """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
         tokens = self.schedule.slice_tokens
+        if self.schedule.chosen_slices is not None:
+            return self.schedule.chosen_slices
         if self.schedule.chooses_slices:
             return first_number(self.model.seq_length, self._slice_multiple)
         if tokens is None:
@@ -162,6 +164,18 @@ class TrainerConfig:
         return self.num_slices if is_constant else 1
 
     @property
+    def varies_slices(self) -> bool:
+        """Whether microbatches of a step may have different numbers of slices.
+
+        An order that is made before the step needs equal numbers. So do replicas that exchange
+        tokens of experts, because they run the same actions.
+        """
+        spec = schedule_spec(self.schedule.pipeline_schedule)
+        follows = spec.kind != "rule" or spec.is_own or spec.name == "hinted"
+        has_lengths = self.data.variable_seq_lengths and self.schedule.slice_tokens is not None
+        return has_lengths and not follows and self.core.num_moe_experts is None
+
+    @property
     def cuts_sequences(self) -> bool:
         """Whether microbatches may be cut into several slices, or packed for slices."""
         packs = self.schedule.slice_tokens is not None and self.data.variable_seq_lengths
@@ -179,6 +193,7 @@ class TrainerConfig:
             multiple=self._slice_multiple,
             pair_cost=self._pair_cost if self._cuts_by_cost else 0.0,
             is_packed=self.packs_documents,
+            varies=self.varies_slices,
         )
 
     @property
@@ -290,9 +305,11 @@ class TrainerConfig:
 
         Settings of megatron-core are left out if they have their default value, so that a
         checkpoint can also be loaded with another version of megatron-core. The settings of
-        adapters are left out if no adapters are trained.
+        adapters are left out if no adapters are trained. A number of slices that was chosen is left
+        out too: with ``--sequence-slices auto``, another run with these settings chooses again.
         """
         saved = dataclasses.asdict(self)
+        del saved["schedule"]["chosen_slices"]
         if not self.lora.is_on:
             del saved["lora"]
         defaults = vars(CoreConfig())

@@ -20,8 +20,9 @@ thus agree on the number and sizes of the microbatches without exchanging messag
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T all rows of a step have n T tokens. n is what the longest sample needs, or
-up to a quarter more if rows then have less padding.
+With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so
+that most rows are single slices. If all rows of a step must have the same number of slices, it is
+what the longest sample of the step needs, or up to a quarter more if rows then have less padding.
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ class Batching:
         varies: Whether samples differ in length.
         pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed,
             or if ``slice_tokens`` is given.
-        slice_tokens: Number of tokens per slice of a packed microbatch. All microbatches of a step
-            then have the same number of slices. ``None`` to pack as ``pack_to`` says.
+        slice_tokens: Number of tokens per slice of a packed microbatch; ``None`` to pack as
+            ``pack_to`` says.
+        varies_slices: Whether microbatches of a step may have different numbers of slices.
         multiple: Number of tokens; each row is padded to a multiple of it.
         shortest: Smallest number of tokens in a row; shorter ones are padded.
         group: Number that must divide the number of microbatches per replica and step.
@@ -155,13 +157,14 @@ class Batching:
     varies: bool = False
     pack_to: int | None = None
     slice_tokens: int | None = None
+    varies_slices: bool = False
     multiple: int = 1
     shortest: int = 1
     group: int = 1
     least: int = 1
 
     def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the object that decides it for one step, in which all rows have a known length.
+        """Returns the object that decides it for one step, in which lengths of rows are known.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -169,6 +172,8 @@ class Batching:
         tokens = self.slice_tokens
         if tokens is None:
             return self
+        if self.varies_slices:
+            return replace(self, pack_to=tokens, multiple=tokens)
         least = -(-max(lengths) // tokens)
         more = most_slices(least) - least
         counts = sorted({least + more * part // _TRIES for part in range(_TRIES + 1)})
@@ -221,6 +226,8 @@ def most_slices(needed: int) -> int:
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
     """Packs samples into rows: the longest sample first, each into the first row where it fits.
 
+    A sample that is longer than ``room`` begins a row of several times this length.
+
     If this gives fewer rows than ``least``, or not a multiple of ``unit``, rows with the most
     samples are split.
 
@@ -229,7 +236,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Largest number of tokens per row. No sample may be longer.
+        room: Largest number of tokens per row, or a number that divides it.
         unit: Number that must divide the number of rows.
         least: Smallest allowed number of rows.
 
@@ -247,7 +254,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
         row = next((n for n, free in enumerate(left) if free >= length), len(rows))
         if row == len(rows):
             rows.append([])
-            left.append(room)
+            left.append(-(-length // room) * room)
         rows[row].append(sample)
         left[row] -= length
     num_rows = -(-max(len(rows), least) // unit) * unit

@@ -31,7 +31,14 @@ from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.engine.step_log import ActionInput, LaunchedAction, StepLog
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
-from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, item_label, mirrored
+from megatron.adaptive.schedule.action import (
+    NUMBER,
+    Action,
+    ActionKind,
+    item_label,
+    mirrored,
+    place_of,
+)
 from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -228,7 +235,8 @@ class Executor:
         if slices == 1:
             return {"microbatch": turn}
         item = turn if kind is ActionKind.F else mirrored(turn, slices)
-        return {"microbatch": item // slices, "slice": item % slices}
+        position = place_of(item, slices)
+        return {"microbatch": position.microbatch, "slice": position.part}
 
     def evidence(self) -> dict[str, Any]:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).

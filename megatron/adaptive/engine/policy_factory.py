@@ -6,7 +6,7 @@ All three ways to train use it: megatron-core's GPT, plain modules, and a user's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from megatron.adaptive.config.schedule_specs import ScheduleSpec, schedule_spec
 from megatron.adaptive.engine.schedule_record import Replay
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule import unequal_widths
+from megatron.adaptive.schedule.action import SliceCounts, item_count, mean_slices, most_slices_of
 from megatron.adaptive.schedule.catalog import ANNEALED, Candidate, is_rule, make_schedule
 from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.rank_state import RankState
+from megatron.adaptive.schedule.rank_state import RankState, whole_sizes
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.schedule_file import load
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -82,6 +83,7 @@ class Orders:
         self.beside = beside
         self.auto_candidates = tuple(auto_candidates)
         self._shares = tuple(slice_shares)
+        self._counts: SliceCounts = len(self._shares)
         self._from_file: Schedule | None = None
         weight_pieces = 0
         if schedule_file is not None:
@@ -102,7 +104,7 @@ class Orders:
         )
         self._group_size = group_size
         self.replay: Replay | None = None
-        self._policies: dict[tuple[int, int, bool], Policy] = {}
+        self._policies: dict[tuple[int, SliceCounts, bool], Policy] = {}
 
     @property
     def schedule(self) -> str:
@@ -111,8 +113,11 @@ class Orders:
 
     @property
     def num_slices(self) -> int:
-        """Returns the number of slices of each microbatch, 1 for whole microbatches."""
-        return len(self._shares)
+        """Returns the number of slices of each microbatch, 1 for whole microbatches.
+
+        If it differs between microbatches, it is the largest of the last step.
+        """
+        return most_slices_of(self._counts)
 
     @property
     def _spec(self) -> ScheduleSpec | None:
@@ -124,13 +129,17 @@ class Orders:
         """Returns the number of W actions per weight gradient, 0 if there are none."""
         return self._chosen.weight_pieces
 
-    def recut(self, num_slices: int) -> None:
+    def recut(self, num_slices: SliceCounts) -> None:
         """Changes the number of slices of each microbatch, from the next step on.
 
         All ranks of a pipeline must make the same change before the same step. Lengths of slices
         are then equal, unless :meth:`state` gets the size of each.
+
+        Raises:
+            ScheduleError: Numbers differ, and the schedule needs equal ones.
         """
-        if num_slices != len(self._shares):
+        self._counts = num_slices
+        if isinstance(num_slices, int) and num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
@@ -143,8 +152,10 @@ class Orders:
         """
         if self.replay is not None and not forward_only:
             return self.replay.policy(num_microbatches)
-        key = (num_microbatches, len(self._shares), forward_only)
+        key = (num_microbatches, self._counts, forward_only)
         if key not in self._policies:
+            if len(self._policies) >= _MOST_POLICIES:
+                self._policies.pop(next(iter(self._policies)))
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
 
@@ -162,13 +173,15 @@ class Orders:
                 necessary, so that every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
-        num_slices = len(self._shares)
-        is_each_slice = sizes is not None and len(sizes) == num_microbatches * num_slices
+        num_slices = self._counts
+        num_items = item_count(num_microbatches, num_slices)
+        is_each_slice = sizes is not None and len(sizes) == num_items
         if sizes is not None and cap is not None:
             mean = sum(sizes) / len(sizes)
             sizes = [size / mean for size in sizes]
-            cap = max(cap, *(sum(part) / len(part) for part in _rows(sizes, num_microbatches)))
-        if is_each_slice:
+            counts = num_slices if is_each_slice else 1
+            cap = max(cap, *whole_sizes(sizes, counts))
+        if is_each_slice or not isinstance(num_slices, int):
             pass
         elif len(set(self._shares)) > 1:
             sizes = [
@@ -244,7 +257,7 @@ class Orders:
             return self._chosen.cap
         if self.widths is not None:
             return unequal_widths.default_cap(self.widths, self.pp_rank, num_microbatches)
-        return default_cap(self.placement, num_microbatches, len(self._shares))
+        return default_cap(self.placement, num_microbatches, mean_slices(self._counts))
 
     def _make_policy(self, num_microbatches: int, forward_only: bool) -> Policy:
         takes_size = self._spec is not None and self._spec.takes_group_size
@@ -266,14 +279,13 @@ class Orders:
         if self.widths is not None:
             return unequal_widths.make_policy(name, self.widths, self.pp_rank, num_microbatches)
         cap = self._cap_for(num_microbatches)
-        return replace(self._chosen, name=name, cap=cap).policies(num_microbatches)[self.pp_rank]
+        chosen = replace(self._chosen, name=name, cap=cap)
+        unequal = None if isinstance(self._counts, int) else self._counts
+        return chosen.policies(num_microbatches, unequal)[self.pp_rank]
 
 
-def _rows(sizes: Sequence[float], num_microbatches: int) -> Iterator[Sequence[float]]:
-    """Yields the sizes of each microbatch, or of the slices of each."""
-    each = len(sizes) // num_microbatches
-    for first in range(0, len(sizes), each):
-        yield sizes[first : first + each]
+_MOST_POLICIES = 64
+"""Number of policies that are kept. Numbers of slices may differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:

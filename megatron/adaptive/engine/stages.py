@@ -38,6 +38,7 @@ from megatron.adaptive.engine.executor import ActivationMeter, Executor
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.weight_gradient import SplitStages, WeightGradientStore
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.action import SliceCounts, item_count, mean_slices, place_of
 from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -51,13 +52,13 @@ def default_process_groups() -> ProcessGroupCollection:
 class Slices(Protocol):
     """Cuts the sequences of each microbatch into slices, which a step runs as separate items.
 
-    The number of an item is ``microbatch * count + slice``.
+    Items are numbered through all microbatches (see ``rank_kernel``).
 
     Attributes:
-        count: Number of slices per microbatch. It may change between two steps.
+        count: Number of slices of each microbatch. It may change between two steps.
     """
 
-    count: int
+    count: SliceCounts
 
     @property
     def sizes(self) -> Sequence[float] | None:
@@ -256,7 +257,8 @@ class MegatronStages(SplitStages):
         ]
         self._count = 1 if self.slices is None else self.slices.count
         # The last backward pass of a chunk is that of the last microbatch's first slice.
-        self._last_backward = (self.num_microbatches - 1) * self._count
+        last_item = item_count(self.num_microbatches, self._count) - 1
+        self._last_backward = last_item - place_of(last_item, self._count).part
         # Inputs and outputs of forward passes whose backward pass has not run, by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
@@ -279,6 +281,7 @@ class MegatronStages(SplitStages):
         if received is not None and trains:
             received.requires_grad_()
         model = self.chunks[chunk]
+        position = place_of(microbatch, self._count)
         held: Iterable[torch.Tensor] = model.parameters()
         if slices is not None:
             slices.begin(chunk, microbatch)
@@ -301,7 +304,7 @@ class MegatronStages(SplitStages):
                 collect_non_loss_data=self.collect_non_loss_data,
                 is_first_microbatch=microbatch == 0
                 and check_first_val_step(self.first_val_step, self.forward_only, True),
-                current_microbatch=microbatch // self._count,
+                current_microbatch=position.microbatch,
                 vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
@@ -309,7 +312,7 @@ class MegatronStages(SplitStages):
             self.num_tokens += num_tokens
         if trains:
             self._kept[chunk, microbatch] = received, output
-        elif slices is not None and (microbatch + 1) % slices.count == 0:
+        elif slices is not None and position.part == position.slices - 1:
             slices.release(chunk, microbatch)
         return output
 
@@ -339,7 +342,7 @@ class MegatronStages(SplitStages):
             input_gradient: torch.Tensor | None = backward_step(*arguments)
         if last:
             self._sync.after_last_backward(chunk)
-        if slices is not None and microbatch % slices.count == 0:
+        if slices is not None and place_of(microbatch, self._count).part == 0:
             slices.release(chunk, microbatch)
         return input_gradient
 
@@ -365,7 +368,7 @@ class MegatronStages(SplitStages):
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
-        return item % self._count * len(self.chunks) + chunk
+        return place_of(item, self._count).part * len(self.chunks) + chunk
 
     def _sized(self, nbytes: int, item: int, key: int) -> int:
         """Returns the size of an item, given that of the measured item with the number ``key``."""
@@ -582,20 +585,24 @@ class ForwardBackward:
         if not keys:
             return 0
         per_token = sum(map(self._meter.bytes_of, keys)) / sum(self._measured[key] for key in keys)
-        items = range(slices.count if slices.sizes is None else len(slices.sizes))
+        if slices.sizes is None:
+            items = range(item_count(1, slices.count))
+        else:
+            items = range(len(slices.sizes))
         nbytes = sum(per_token * slices.tokens(n) + slices.kept_bytes(chunk, n) for n in items)
-        return round(nbytes * slices.count / len(items))
+        return round(nbytes * mean_slices(slices.count) / len(items))
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
     """Sums the values to log, which have names, over the slices of each microbatch."""
     if slices is None:
         return values
-    microbatches = (
-        values[first : first + slices.count] for first in range(0, len(values), slices.count)
-    )
+    microbatches: dict[int, list[Any]] = {}
+    for item, value in enumerate(values):
+        microbatches.setdefault(place_of(item, slices.count).microbatch, []).append(value)
     return [
-        {name: sum(item[name] for item in items) for name in items[0]} for items in microbatches
+        {name: sum(item[name] for item in items) for name in items[0]}
+        for items in microbatches.values()
     ]
 
 

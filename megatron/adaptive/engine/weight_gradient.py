@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import item_label
+from megatron.adaptive.schedule.action import SliceCounts, item_label, mirrored
 
 _FLOPS_PER_ELEMENT = 32
 """Cost of moving one element, in floating-point operations.
@@ -283,13 +283,13 @@ class WeightGradientStore:
     Only one thread may use a store at a time. Autograd's device threads belong to the thread that
     started the backward pass.
 
-    If sequences are cut into slices, "microbatch" here means an item: the number of the microbatch
-    times :attr:`num_slices`, plus the slice. Slices of a microbatch come in descending order.
+    If sequences are cut into slices, "microbatch" here means an item: the number of a slice,
+    counted through all microbatches. Slices of a microbatch come in descending order.
     """
 
     def __init__(self) -> None:
         self.active = False
-        self.num_slices = 1
+        self.num_slices: SliceCounts = 1
         # Set by layers whose cost differs between microbatches and ranks, such as experts.
         self.is_uneven = False
         self._collected: list[_Task] | None = None
@@ -348,8 +348,7 @@ class WeightGradientStore:
         """Returns the position of an item in the order of backward passes; -1 for no item."""
         if item < 0:
             return -1
-        part = item % self.num_slices
-        return item - part + self.num_slices - 1 - part
+        return mirrored(item, self.num_slices)
 
     def end(self, *, is_whole: bool) -> None:
         """Ends the context of :meth:`collect`, which calls this method.
@@ -477,7 +476,7 @@ class SplitStages:
     """
 
     def __init__(
-        self, stores: Sequence[WeightGradientStore] | None, *, num_slices: int = 1
+        self, stores: Sequence[WeightGradientStore] | None, *, num_slices: SliceCounts = 1
     ) -> None:
         self._stores = stores
         for store in stores or ():

@@ -42,6 +42,7 @@ from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.gpt.attention import Documents
 from megatron.adaptive.gpt.core_releases import number_in_model, part_of_context_rank
 from megatron.adaptive.gpt.sequence_slices import SequenceSlices
+from megatron.adaptive.schedule.action import SliceCounts, item_count, place_of
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -56,7 +57,7 @@ def feed(
     Yields ``None`` instead of each on a rank without data.
     """
     if microbatches is None:
-        return itertools.repeat(None, count * (1 if slices is None else slices.count))
+        return itertools.repeat(None, count if slices is None else item_count(count, slices.count))
     whole = map(microbatches.__getitem__, range(count))
     if slices is None:
         return whole
@@ -263,7 +264,7 @@ class DropoutKeys:
         *,
         step: int,
         numbers: Sequence[int] | None = None,
-        slices: int = 1,
+        slices: SequenceSlices | None = None,
     ) -> Callable[..., Any]:
         """Wraps a forward step function, so that it seeds the generators before each microbatch.
 
@@ -277,18 +278,20 @@ class DropoutKeys:
             step: Number of the iteration, which becomes part of the seed.
             numbers: Index of each microbatch over all replicas, ``None`` if microbatches are
                 assigned to replicas round-robin.
-            slices: Number of slices of each microbatch. The caller must pass them in ascending
-                order.
+            slices: Slices of the step's microbatches, which the caller must pass in ascending
+                order; ``None`` for whole microbatches.
         """
         if not self._enabled:
             return forward_step_func
         forwards = dict.fromkeys(map(id, chunks), 0)
+        counts: SliceCounts = 1 if slices is None else slices.count
+        stride = 1 if slices is None else slices.stride
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
-            index, part = divmod(forwards[id(model)], slices)
+            index, part, _ = place_of(forwards[id(model)], counts)
             forwards[id(model)] += 1
             number = self._number_of(index) if numbers is None else numbers[index]
-            self.apply(step=step, microbatch=index, number=number * slices + part)
+            self.apply(step=step, microbatch=index, number=number * stride + part)
             return forward_step_func(data_iterator, model, *more, **options)
 
         return functools.wraps(forward_step_func)(forward_step)

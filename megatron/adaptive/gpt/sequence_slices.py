@@ -1,8 +1,8 @@
 """Runs the sequences of a microbatch slice by slice: cuts batches, keeps keys and values.
 
-A step with n slices per microbatch runs *items*: item ``microbatch * n + slice``. On each chunk the
-forward passes of a microbatch's slices run in ascending order, and their backward passes in
-descending order::
+A step runs *items*, which are the slices of all microbatches. Microbatches may have different
+numbers of slices. On each chunk the forward passes of a microbatch's slices run in ascending order,
+and their backward passes in descending order::
 
     F0  F1  F2  F3        B3  B2  B1  B0          4 slices of one microbatch on one chunk
     |   |   |   |          |   |   |   |
@@ -43,6 +43,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.adaptive.config.sequence_slices import Cut, DocumentPart, SliceRule
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.schedule.action import SliceCounts, item_count, place_of
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function that computes attention from queries, keys and values.
@@ -216,14 +217,16 @@ class SequenceSlices:
         rule: Rule by which microbatches are cut, ``None`` if all are equal.
 
     Attributes:
-        count: Number of slices per microbatch, of the current step.
+        count: Number of slices of each microbatch of the current step.
     """
 
     def __init__(self, ends: Sequence[int], rule: SliceRule | None = None) -> None:
         self._equal = Cut(tuple(ends))
         self._rule = rule
         self._cuts: list[Cut] = []
-        self.count = len(ends)
+        self.count: SliceCounts = len(ends)
+        tokens = rule and rule.tokens
+        self._most = -(-ends[-1] // tokens) if tokens else len(ends)
         self._pieces: list[DocumentPart] = []
         self._positions: torch.Tensor | None = None
         self._key = (-1, -1)
@@ -244,18 +247,26 @@ class SequenceSlices:
             rule.cut(positions if rule.is_packed else positions // len(documents), documents)
             for positions, *documents in contents
         ]
-        (self.count,) = {len(cut.ends) for cut in self._cuts}
+        counts = tuple(len(cut.ends) for cut in self._cuts)
+        self.count = counts[0] if len(set(counts)) == 1 else counts
+
+    @property
+    def stride(self) -> int:
+        """Returns a number of slices that no microbatch of the step exceeds, equal on all ranks."""
+        if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
+            return self.count
+        return self._most
 
     @property
     def sizes(self) -> list[int] | None:
         """Returns the number of tokens of each item of the step; ``None`` if cuts are equal."""
         if self._rule is None:
             return None
-        return [self.tokens(item) for item in range(len(self._cuts) * self.count)]
+        return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
 
     def tokens(self, item: int) -> int:
         """Returns the number of tokens of an item's slice."""
-        microbatch, index = divmod(item, self.count)
+        microbatch, index, _ = place_of(item, self.count)
         start, end = self._cut(microbatch).bounds(index)
         return end - start
 
@@ -264,14 +275,14 @@ class SequenceSlices:
 
     def begin(self, chunk: int, item: int) -> None:
         """Makes an item's slice the current one, before its forward or backward pass."""
-        microbatch, index = divmod(item, self.count)
+        microbatch, index, _ = place_of(item, self.count)
         self._pieces = self._cut(microbatch).pieces(index)
         self._positions = None
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
         """Frees the keys and values of an item's microbatch, which no slice needs any more."""
-        self._kept.pop((chunk, item // self.count), None)
+        self._kept.pop((chunk, place_of(item, self.count).microbatch), None)
 
     def finish(self) -> None:
         """Frees everything at the end of a step, also after an error."""
@@ -287,7 +298,7 @@ class SequenceSlices:
 
         It is measured after the chunk's first forward pass that keeps any; before that it is 0.
         """
-        microbatch, index = divmod(item, self.count)
+        microbatch, index, _ = place_of(item, self.count)
         tokens = self._cut(microbatch).kept_tokens(index)
         if tokens and chunk not in self._bytes_per_token:
             layers: dict[int, float] = {}
@@ -318,7 +329,7 @@ class SequenceSlices:
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
-                f"--sequence-slices {self.count} is given, and layer {layer.layer_number} computes "
+                f"--sequence-slices {self._most} is given, and layer {layer.layer_number} computes "
                 f"attention by {type(attention).__name__}, which does not attend to earlier "
                 "slices: drop it, or choose a model with plain attention"
             )
@@ -361,7 +372,7 @@ class SequenceSlices:
         """
         cut = self._cut(microbatch)
         tokens = batch["loss_mask"].sum() if "loss_mask" in batch else None
-        for index in range(self.count):
+        for index in range(len(cut.ends)):
             start, end = cut.bounds(index)
             part = {key: tensor[:, start:end] for key, tensor in batch.items() if tensor.dim() == 2}
             if (mask := batch.get("attention_mask")) is not None:

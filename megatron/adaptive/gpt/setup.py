@@ -92,7 +92,9 @@ def _slice_shares(config: TrainerConfig) -> list[float]:
     If microbatches differ, it is the largest number of slices, of equal length.
     """
     if (rule := config.slice_rule) is not None:
-        most = config.num_slices if rule.tokens is None else most_slices(config.num_slices)
+        most = config.num_slices
+        if rule.tokens is not None:
+            most = most_slices(-(-config.model.seq_length // rule.tokens))
         return [1 / most] * most
     ends = config.slice_ends
     return [(end - start) / ends[-1] for start, end in pairwise((0, *ends))]
@@ -406,6 +408,7 @@ def batching_of(config: TrainerConfig) -> Batching:
         varies=config.data.variable_seq_lengths,
         pack_to=config.data.pack_to,
         slice_tokens=config.schedule.slice_tokens if config.packs_documents else None,
+        varies_slices=config.varies_slices,
         multiple=parts * (2 * context if context > 1 else 1),
         shortest=config.least_row,
         group=config.microbatch_group,

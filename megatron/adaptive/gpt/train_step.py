@@ -233,11 +233,7 @@ class Step:
         function: Any = forward or self._forward
         if not forward_only:
             function = self._dropout.keyed(
-                function,
-                run.chunks,
-                step=step,
-                numbers=numbers,
-                slices=1 if slices is None else slices.count,
+                function, run.chunks, step=step, numbers=numbers, slices=slices
             )
         single = len(run.chunks) == 1
         return run.forward_backward(

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.schedule_record import Shares
 from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.schedule.action import place_of
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
@@ -103,9 +104,9 @@ class ReplicaDealing:
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
-        count = 1 if self._run.slices is None else self._run.slices.count
+        counts = 1 if self._run.slices is None else self._run.slices.count
         for action, nanoseconds in times.actions:
-            tokens, squares = self._own[action.microbatch // count]
+            tokens, squares = self._own[place_of(action.microbatch, counts).microbatch]
             for n, factor in enumerate((1.0, tokens, squares)):
                 sums[n] += factor * nanoseconds / 1e9
         local = torch.tensor(sums, dtype=torch.float64)

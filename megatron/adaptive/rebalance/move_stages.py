@@ -66,7 +66,7 @@ def with_schedule(
     """
     schedule = job.config.schedule
     if slices is not None:
-        schedule = dataclasses.replace(schedule, sequence_slices=slices)
+        schedule = dataclasses.replace(schedule, chosen_slices=slices)
     if partition is not None:
         schedule = dataclasses.replace(schedule, partition=partition)
     if kind is not None:

@@ -5,9 +5,12 @@ Other modules decide where, in which order and when actions run.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 
 class ActionKind(str, Enum):
@@ -73,15 +76,71 @@ class Action:
     def __str__(self) -> str:
         return self.label()
 
-    def label(self, num_slices: int = 1) -> str:
+    def label(self, num_slices: SliceCounts = 1) -> str:
         """Returns the action as people read it, such as ``F0-3``.
 
         Args:
-            num_slices: Number of slices of each microbatch. If it is above 1, the microbatch and
+            num_slices: Number of slices of each microbatch. If there are any, the microbatch and
                 its slice are shown, as in ``F0-3.5``.
         """
         name = f"{self.kind}{self.chunk}-{item_label(self.microbatch, num_slices)}"
         return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
+
+
+SliceCounts: TypeAlias = int | tuple[int, ...]
+"""Number of slices of each microbatch: one number for all of them, or the number of each.
+
+A number of 1 stands for whole microbatches.
+"""
+
+
+class SlicePlace(NamedTuple):
+    """Position of an item in its microbatch.
+
+    Attributes:
+        microbatch: Index of the microbatch.
+        part: Index of the slice in the microbatch, from 0.
+        slices: Number of slices of the microbatch.
+    """
+
+    microbatch: int
+    part: int
+    slices: int
+
+
+@lru_cache(maxsize=64)
+def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the number of items up to the end of each microbatch."""
+    return tuple(itertools.accumulate(counts))
+
+
+def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
+    """Returns the position of an item in its microbatch."""
+    if isinstance(num_slices, int):
+        return SlicePlace(*divmod(item, num_slices), num_slices)
+    ends = _ends_of(num_slices)
+    microbatch = bisect.bisect_right(ends, item)
+    count = num_slices[microbatch]
+    return SlicePlace(microbatch, item - ends[microbatch] + count, count)
+
+
+def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
+    """Returns the number of items of a step, which are the slices of all microbatches."""
+    if isinstance(num_slices, int):
+        return num_microbatches * num_slices
+    return sum(num_slices)
+
+
+def mean_slices(num_slices: SliceCounts) -> float:
+    """Returns the mean number of slices of a microbatch."""
+    if isinstance(num_slices, int):
+        return num_slices
+    return sum(num_slices) / len(num_slices)
+
+
+def most_slices_of(num_slices: SliceCounts) -> int:
+    """Returns the largest number of slices of a microbatch."""
+    return num_slices if isinstance(num_slices, int) else max(num_slices)
 
 
 ActionTable = tuple[tuple[Action, ...], ...]
@@ -90,7 +149,11 @@ ActionTable = tuple[tuple[Action, ...], ...]
 
 @lru_cache(maxsize=64)
 def action_table(
-    kind: ActionKind, num_chunks: int, num_microbatches: int, pieces: int = 1, num_slices: int = 1
+    kind: ActionKind,
+    num_chunks: int,
+    num_microbatches: int,
+    pieces: int = 1,
+    num_slices: SliceCounts = 1,
 ) -> ActionTable:
     """Returns all actions of one kind in a step.
 
@@ -111,24 +174,26 @@ def action_table(
     return tuple(
         tuple(
             Action(kind, chunk, mirrored(index, num_slices) if turned else index, piece)
-            for index in range(num_microbatches * num_slices)
+            for index in range(item_count(num_microbatches, num_slices))
             for piece in range(pieces)
         )
         for chunk in range(num_chunks)
     )
 
 
-def mirrored(item: int, num_slices: int) -> int:
+def mirrored(item: int, num_slices: SliceCounts) -> int:
     """Returns the item whose slice has the same distance from the other end of its microbatch.
 
     A chunk runs its B and W in this order, see ``rank_kernel``: as number j the item
     ``mirrored(j, num_slices)``. The function is its own inverse.
     """
-    part = item % num_slices
-    return item - part + num_slices - 1 - part
+    _, part, count = place_of(item, num_slices)
+    return item - part + count - 1 - part
 
 
-def item_label(item: int, num_slices: int) -> str:
+def item_label(item: int, num_slices: SliceCounts) -> str:
     """Returns an item as people read it: ``3`` for a microbatch, ``3.5`` for a slice of it."""
-    microbatch, part = divmod(item, num_slices)
-    return str(microbatch) if num_slices == 1 else f"{microbatch}.{part}"
+    if num_slices == 1:
+        return str(item)
+    microbatch, part, _ = place_of(item, num_slices)
+    return f"{microbatch}.{part}"

@@ -28,12 +28,17 @@ from megatron.adaptive.config.schedule_specs import (
     selectable_names,
 )
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap, with_rounding
 from megatron.adaptive.schedule.numba_kernels import is_loaded
 from megatron.adaptive.schedule.own_schedule import own_rule, own_schedule
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of, rule_of
-from megatron.adaptive.schedule.schedule import Schedule, check_num_microbatches, check_num_slices
+from megatron.adaptive.schedule.schedule import (
+    Order,
+    Schedule,
+    check_num_microbatches,
+    check_num_slices,
+)
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.validate import peak_units
@@ -103,8 +108,14 @@ class Candidate:
             text += ", annealed hint"
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
-    def policies(self, num_microbatches: int) -> tuple[Policy, ...]:
+    def policies(
+        self, num_microbatches: int, num_slices: SliceCounts | None = None
+    ) -> tuple[Policy, ...]:
         """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+
+        Args:
+            num_microbatches: Number of microbatches per step.
+            num_slices: Number of slices of each microbatch, if it differs between them.
 
         Raises:
             ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -113,7 +124,7 @@ class Candidate:
         name = self.name
         placement = self.placement
         hint = self.hint
-        slices = self.num_slices
+        slices = self.num_slices if num_slices is None else num_slices
         if hint is not None and (hint.num_microbatches, hint.num_slices) != (
             num_microbatches,
             slices,
@@ -124,15 +135,23 @@ class Candidate:
                 return tuple(Follow(order, name, slices) for order in hint.orders)
             name = "hinted"
         if not is_rule(name):
-            schedule = make_schedule(name, placement, num_microbatches, num_slices=slices)
-            return tuple(Follow(order, name, slices) for order in schedule.orders)
+            if isinstance(slices, int):
+                schedule = make_schedule(name, placement, num_microbatches, num_slices=slices)
+                orders = schedule.orders
+            else:
+                orders = _orders_of_unequal(name, placement, slices)
+            return tuple(Follow(order, name, slices) for order in orders)
         spec = schedule_spec(name)
         if spec.is_own:
+            if not isinstance(slices, int):
+                raise ScheduleError(_unequal(name))
             pieces = self.weight_pieces
             policy = own_rule(spec, placement, num_microbatches, self.cap, pieces, slices)
             return (policy,) * placement.num_ranks
         rule = spec.load()
         if name == "hinted":
+            if not isinstance(slices, int):
+                raise ScheduleError(_unequal(name))
             pieces = self.weight_pieces
             if hint is None:
                 hint = hint_for(placement, num_microbatches, self.cap, self.pace, pieces, slices)
@@ -388,6 +407,29 @@ def make_policies(
         num_slices=num_slices,
     )
     return candidate.policies(num_microbatches)
+
+
+def _unequal(name: str) -> str:
+    """Returns the message for a schedule that needs equal numbers of slices."""
+    return (
+        f"schedule {name} got microbatches of different numbers of slices: it orders equal "
+        "numbers, choose adaptive, dfc or bfc"
+    )
+
+
+def _orders_of_unequal(
+    name: str, placement: Placement, num_slices: tuple[int, ...]
+) -> tuple[Order, ...]:
+    """Returns a static schedule of microbatches with different numbers of slices.
+
+    Raises:
+        ScheduleError: The schedule is not that of evaluations, which runs slices as they come.
+    """
+    spec = _spec_of(name)
+    if spec.is_selectable:
+        raise ScheduleError(_unequal(name))
+    orders: tuple[Order, ...] = spec.load()(placement, len(num_slices), num_slices=num_slices)
+    return orders
 
 
 @lru_cache(maxsize=64)

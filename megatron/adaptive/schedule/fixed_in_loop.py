@@ -146,7 +146,13 @@ from itertools import chain
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import runtime_rules
-from megatron.adaptive.schedule.action import Action, ActionKind, action_table
+from megatron.adaptive.schedule.action import (
+    Action,
+    ActionKind,
+    SliceCounts,
+    action_table,
+    item_count,
+)
 from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.schedule import Order
 from megatron.adaptive.schedule.simulate import simulate
@@ -317,14 +323,14 @@ def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def forward_only(
-    placement: Placement, num_microbatches: int, num_slices: int = 1
+    placement: Placement, num_microbatches: int, num_slices: SliceCounts = 1
 ) -> tuple[Order, ...]:
     """Returns each rank's actions in an evaluation, which has only forward passes.
 
     With slices, they take the place of microbatches in the groups.
     """
     ranks = placement.num_ranks
-    num_items = num_microbatches * num_slices
+    num_items = item_count(num_microbatches, num_slices)
     forwards = action_table(ActionKind.F, placement.num_chunks, num_items)
     groups = (
         of_chunk[first : first + ranks]

@@ -26,12 +26,12 @@ microbatch in every later chunk: the largest from that chunk's next one up to j.
 is stuck in the proof above is among them, because it has passed chunk c. The minimum cap is the
 size of the largest microbatch.
 
-**Slices.** If microbatches are cut into slices (see ``rank_kernel``), no backward pass of a
-microbatch starts before all of its slices have run forward. So only the first slice of a microbatch
-is checked. It starts if the cap has room for all held slices, for the slices that begun
-microbatches have not yet run on the rank's chunks, for all slices of this microbatch, and for one
-whole microbatch in every later chunk: the largest of those up to this one that have not begun
-there. Later slices always start. The minimum cap is the size of the largest microbatch.
+**Slices.** If microbatches are cut into slices (see ``rank_kernel``), each into its own number, no
+backward pass of a microbatch starts before all of its slices have run forward. So only the first
+slice of a microbatch is checked. It starts if the cap has room for all held slices, for the slices
+that begun microbatches have not yet run on the rank's chunks, for all slices of this microbatch,
+and for one whole microbatch in every later chunk: the largest of those up to this one that have not
+begun there. Later slices always start. The minimum cap is the size of the largest microbatch.
 
 The proof again, with slices. Suppose every rank waits. Take the deepest stage s that holds slices,
 and the first microbatch m whose backward passes are not complete there. m has begun on all stages
@@ -63,6 +63,7 @@ from __future__ import annotations
 import math
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_slices_of
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -106,7 +107,7 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 
 
 def chunk_shares(
-    placement: Placement, rank: int, cap: float, num_slices: int = 1
+    placement: Placement, rank: int, cap: float, num_slices: SliceCounts = 1
 ) -> tuple[int, ...]:
     """Returns each chunk's share: the number of microbatches that it may hold.
 
@@ -116,18 +117,20 @@ def chunk_shares(
         placement: Assignment of pipeline stages to ranks.
         rank: Position of the rank in the pipeline.
         cap: Limit on activations held, in microbatches in all chunks of the rank.
-        num_slices: Number of slices of each microbatch. If it is above 1, shares count slices.
+        num_slices: Number of slices of each microbatch. If there are any, shares count slices.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
     """
     chunks = range(placement.num_chunks)
     after = [placement.num_stages - placement.stage_of(rank, chunk) for chunk in chunks]
-    held = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks * num_slices
-    return tuple(max(num_slices, math.floor(held * stages / sum(after))) for stages in after[:-1])
+    whole = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks
+    held = whole * mean_slices(num_slices)
+    least = most_slices_of(num_slices)
+    return tuple(max(least, math.floor(held * stages / sum(after))) for stages in after[:-1])
 
 
-def default_cap(placement: Placement, num_microbatches: int, num_slices: int = 1) -> float:
+def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
     """Returns the default limit on the activations that a rank holds (the cap).
 
     The unit is a whole-rank microbatch: one microbatch in all chunks of the rank.

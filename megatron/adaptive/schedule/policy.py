@@ -12,7 +12,14 @@ from typing import Protocol
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rank_kernel, runtime_rules
-from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, mirrored
+from megatron.adaptive.schedule.action import (
+    KINDS,
+    NUMBER,
+    Action,
+    ActionKind,
+    SliceCounts,
+    mirrored,
+)
 from megatron.adaptive.schedule.numba_kernels import Rule, is_known
 from megatron.adaptive.schedule.rank_state import RankState
 
@@ -81,7 +88,9 @@ class Follow(RulePolicy):
             microbatches.
     """
 
-    def __init__(self, order: Sequence[Action], name: str = "follow", num_slices: int = 1) -> None:
+    def __init__(
+        self, order: Sequence[Action], name: str = "follow", num_slices: SliceCounts = 1
+    ) -> None:
         self.order = tuple(order)
         num_chunks = 1 + max((action.chunk for action in order), default=0)
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks, num_slices))
@@ -92,7 +101,9 @@ class Follow(RulePolicy):
         return self.order[state.num_started] if is_ready else None
 
 
-def codes_of(order: Sequence[Action], num_chunks: int, num_slices: int = 1) -> tuple[int, ...]:
+def codes_of(
+    order: Sequence[Action], num_chunks: int, num_slices: SliceCounts = 1
+) -> tuple[int, ...]:
     """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
 
     Args:
@@ -112,12 +123,12 @@ def codes_of(order: Sequence[Action], num_chunks: int, num_slices: int = 1) -> t
     latest: dict[int, tuple[int, int]] = {}
     for action in order:
         code = NUMBER[action.kind] * num_chunks + action.chunk
-        turned = num_slices > 1 and action.kind is not ActionKind.F
+        turned = num_slices != 1 and action.kind is not ActionKind.F
         index = mirrored(action.microbatch, num_slices) if turned else action.microbatch
         position = (index, action.piece)
         if position <= latest.get(code, (-1, 0)):
             rule = "ascending order of microbatch and piece"
-            if num_slices > 1:
+            if num_slices != 1:
                 rule += ", slices ascending for F and descending for B and W"
             raise ScheduleError(
                 f"an order lists {action.label(num_slices)} behind a later one of its kind and"
@@ -129,7 +140,7 @@ def codes_of(order: Sequence[Action], num_chunks: int, num_slices: int = 1) -> t
 
 
 def actions_of(
-    codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: int = 1
+    codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: SliceCounts = 1
 ) -> tuple[Action, ...]:
     """Converts codes back into actions; the inverse of ``codes_of``.
 

@@ -6,9 +6,10 @@ follows its B. A rank runs one action at a time, or one of each kind if actions 
 (``BESIDE``).
 
 If sequences are cut into n slices, an action works on one slice. An *item* is a slice of a
-microbatch, with the number ``microbatch * n + slice``; without slices an item is a microbatch. The
-F actions of a stage take the items in ascending order, because a slice needs the keys and values of
-the slices before it. The B and W actions take microbatches in ascending order, but the slices of
+microbatch, with the number ``microbatch * n + slice``; without slices an item is a microbatch. If
+microbatches have different numbers of slices, items are counted through all of them. The F actions
+of a stage take the items in ascending order, because a slice needs the keys and values of the
+slices before it. The B and W actions take microbatches in ascending order, but the slices of
 each microbatch in descending order, because a slice needs the gradients of the slices after it. So
 the first B of a microbatch follows the F of its last slice::
 
@@ -48,7 +49,7 @@ of F0-2 has arrived::
     17                     0   1 if a W is running
     18 SIZED               0   1 if items differ in size
     19 TURNED              0   1 in a V, where odd chunks run from the last rank to the first
-    20 SLICES              1   number of slices of each microbatch
+    20 SLICES              1   number of slices of each microbatch, 0 if it differs
     21 PROMISED            0   memory that the later slices of microbatches will take, on the
                                chunks on which their first slices have started
     22 HEAD              2 1   number of F started, per chunk
@@ -60,6 +61,8 @@ of F0-2 has arrived::
     34           1 1 1 1 0 0   1 if the input of F has arrived, per chunk and item
     40           0 0 0 1 0 0   1 if the input of B has arrived, per chunk and item
     46                     -   memory of each item in one chunk; only if SIZED is 1
+    49                     -   first item of each item's microbatch, and then the item after
+                               its last one; only if SLICES is 0, and then SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
 Memory is counted in integers, so that sums of fractions are exact.
@@ -125,15 +128,30 @@ def lane_count(s: State, kind: int, chunk: int) -> int:
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
+def first_of(s: State, item: int) -> int:
+    """Returns the first item of an item's microbatch."""
+    slices = s[SLICES]
+    if slices > 0:
+        return item - item % slices
+    return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + s[ITEMS] + item]
+
+
+def end_of(s: State, item: int) -> int:
+    """Returns the item after the last one of an item's microbatch."""
+    slices = s[SLICES]
+    if slices > 0:
+        return item - item % slices + slices
+    return s[HEAD + (FLAGS + 2 * s[ITEMS]) * s[CHUNKS] + 2 * s[ITEMS] + item]
+
+
 def item_of(s: State, kind: int, index: int) -> int:
     """Returns the item of a chunk's action, from the index of the action among those of its kind.
 
     For W, ``index`` counts whole weight gradients, not their pieces.
     """
-    slices = s[SLICES]
-    if kind == F or slices == 1:
+    if kind == F or s[SLICES] == 1:
         return index
-    return index - index % slices + slices - 1 - index % slices
+    return first_of(s, index) + end_of(s, index) - 1 - index
 
 
 def is_ready(s: State, kind: int, chunk: int) -> bool:
@@ -148,11 +166,10 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
     if index >= items:
         return False
     if kind == B:
-        slices = s[SLICES]
         # A B needs the F of every slice of its microbatch.
-        if index - index % slices + slices > s[HEAD + (F + DONE) * chunks + chunk]:
+        if end_of(s, index) > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
-        if slices > 1:
+        if s[SLICES] != 1:
             index = item_of(s, B, index)
     return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * items + index] == 1
 
@@ -172,12 +189,11 @@ def size_of(s: State, item: int) -> int:
 
 def size_from(s: State, item: int) -> int:
     """Returns the memory of an item and of the later slices of its microbatch, in one chunk."""
-    slices = s[SLICES]
-    left = slices - item % slices
+    end = end_of(s, item)
     if s[SIZED] == 0:
-        return left * s[UNIT]
+        return (end - item) * s[UNIT]
     total = 0
-    for number in range(item, item + left):
+    for number in range(item, end):
         total += size_of(s, number)
     return total
 
@@ -189,20 +205,22 @@ def fits(s: State, chunk: int) -> bool:
     of those that have not started there. This prevents deadlocks (see ``memory_caps``). With slices
     this holds for the first slice of a microbatch; the others have their memory by then.
     """
-    slices = s[SLICES]
-    if s[SIZED] == 0 and slices == 1:
+    if s[SIZED] == 0 and s[SLICES] == 1:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
     first = lane_count(s, F, chunk)
-    if first % slices > 0:
+    if first_of(s, first) < first:
         return True
     needed = s[IN_FLIGHT] + s[PROMISED] + size_from(s, first)
     for later in range(chunk + 1, s[CHUNKS]):
         largest = 0
-        started = lane_count(s, F, later)
-        for item in range(started + (-started) % slices, first + 1, slices):
+        item = lane_count(s, F, later)
+        if item <= first and first_of(s, item) < item:
+            item = end_of(s, item)
+        while item <= first:
             largest = max(largest, size_from(s, item))
             if s[SIZED] == 0:
                 break
+            item = end_of(s, item)
         needed += largest
     return needed <= s[CAP]
 
@@ -229,8 +247,8 @@ def start(s: State, kind: int, chunk: int) -> None:
         size = size_of(s, index)
         s[IN_FLIGHT] += size
         s[PEAK] = max(s[PEAK], s[IN_FLIGHT])
-        if s[SLICES] > 1:
-            if index % s[SLICES] == 0:
+        if s[SLICES] != 1:
+            if first_of(s, index) == index:
                 s[PROMISED] += size_from(s, index)
             s[PROMISED] -= size
 

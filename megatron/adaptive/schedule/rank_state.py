@@ -34,8 +34,12 @@ from megatron.adaptive.schedule.action import (
     NUMBER,
     Action,
     ActionKind,
+    SliceCounts,
     action_table,
+    item_count,
+    mean_slices,
     mirrored,
+    place_of,
 )
 from megatron.adaptive.schedule.memory_caps import scaled_cap
 from megatron.adaptive.schedule.rank_kernel import HEAD, MEMORY_SCALE, lane_count
@@ -66,7 +70,7 @@ class RankState:
             whole microbatches.
 
     Attributes:
-        num_items: Number of microbatches times number of slices.
+        num_items: Number of slices of all microbatches.
 
     Raises:
         ScheduleError: An argument is out of range, or the cap is too small for any order of
@@ -84,15 +88,13 @@ class RankState:
         forward_only: bool = False,
         weight_pieces: int = 0,
         beside: bool = False,
-        num_slices: int = 1,
+        num_slices: SliceCounts = 1,
     ) -> None:
         check_num_microbatches(num_microbatches)
-        check_num_slices(num_slices)
-        num_items = num_microbatches * num_slices
+        check_num_slices(num_slices, num_microbatches)
+        num_items = item_count(num_microbatches, num_slices)
         if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
-            subject = f"{num_microbatches} microbatches"
-            if num_slices > 1:
-                subject += f" of {num_slices} slices"
+            subject = _count_of(num_microbatches, num_slices)
             raise ScheduleError(f"{len(sizes)} sizes for {subject}: give each one's, none negative")
         if weight_pieces < 0:
             raise ScheduleError(
@@ -102,7 +104,9 @@ class RankState:
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
         sizes = () if sizes is None or forward_only or len(set(sizes)) == 1 else sizes
-        largest = max(1.0, *_whole_sizes(sizes, num_slices)) if sizes else 1.0
+        if not sizes and not isinstance(num_slices, int):
+            sizes = (float(not forward_only),) * num_items
+        largest = max(1.0, *whole_sizes(sizes, num_slices)) if sizes else 1.0
         most = rank_kernel.NO_CAP if cap is None else scaled_cap(cap, chunks, largest)
         self.placement = placement
         self.rank = rank
@@ -144,13 +148,14 @@ class RankState:
         s[rank_kernel.LAST] = -1
         s[rank_kernel.CHUNKS] = chunks
         s[rank_kernel.ITEMS] = num_items
-        s[rank_kernel.SLICES] = self.num_slices
+        s[rank_kernel.SLICES] = self.num_slices if isinstance(self.num_slices, int) else 0
         s[rank_kernel.PIECES] = self.weight_pieces
         s[rank_kernel.RANKS] = self.placement.num_ranks
         s[rank_kernel.TURNED] = int(self.placement.kind == "v")
         s[rank_kernel.RANK] = self.rank
         s[rank_kernel.TOTAL] = chunks * num_items * (1 if forward_only else 2 + self.weight_pieces)
-        s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, self.num_slices)
+        mean = mean_slices(self.num_slices)
+        s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, mean)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # inputs of the first stage are the data, which need not arrive
@@ -158,7 +163,11 @@ class RankState:
             s[flags : flags + num_items] = [1] * num_items
         if sizes:
             s[rank_kernel.SIZED] = 1
-            s += [_scaled(size, chunks, self.num_slices) for size in sizes]
+            s += [_scaled(size, chunks, mean) for size in sizes]
+        if not isinstance(self.num_slices, int):
+            positions = [place_of(item, self.num_slices) for item in range(num_items)]
+            s += [item - position.part for item, position in enumerate(positions)]
+            s += [item - position.part + position.slices for item, position in enumerate(positions)]
         return s
 
     @property
@@ -388,7 +397,9 @@ class RankState:
         """Yields each chunk's next F and next B, and whether the action's input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
-            whole = forwards - forwards % self.num_slices
+            whole = forwards
+            if forwards < self.num_items:
+                whole -= place_of(forwards, self.num_slices).part
             limits = (self.num_items, 0 if self.forward_only else whole)
             for number, limit in enumerate(limits):
                 under_way = self.numbers[rank_kernel.BUSY + number]
@@ -425,7 +436,8 @@ class RankState:
         """Returns the index of the item that must precede this action: of a B's last F, a W's B."""
         if action.kind is ActionKind.W:
             return action.microbatch
-        return action.microbatch - action.microbatch % self.num_slices + self.num_slices - 1
+        _, part, count = place_of(action.microbatch, self.num_slices)
+        return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
         """Returns how many F of its chunk a B needs, or how many B a W needs; 0 for an F."""
@@ -438,8 +450,7 @@ class RankState:
         return action.label(self.num_slices)
 
     def _count(self) -> str:
-        text = f"{self.num_microbatches} microbatches"
-        return text if self.num_slices == 1 else f"{text} of {self.num_slices} slices"
+        return _count_of(self.num_microbatches, self.num_slices)
 
     def _sender(self, action: Action) -> str:
         source = self.placement.source_of(action.kind, self.rank, action.chunk)
@@ -448,7 +459,17 @@ class RankState:
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"
 
 
-def _scaled(size: float, num_chunks: int, num_slices: int) -> int:
+def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
+    """Returns the number of microbatches, and that of their slices if any, as text."""
+    text = f"{num_microbatches} microbatches"
+    if num_slices == 1:
+        return text
+    if isinstance(num_slices, int):
+        return f"{text} of {num_slices} slices"
+    return f"{text} of {min(num_slices)} to {max(num_slices)} slices"
+
+
+def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
     """Converts a relative size to the memory of an item in one chunk, as an integer.
 
     Sizes of slices are rounded down, because many of them are added up: all slices of the least cap
@@ -458,9 +479,10 @@ def _scaled(size: float, num_chunks: int, num_slices: int) -> int:
     return round(exact) if num_slices == 1 else int(exact / num_slices)
 
 
-def _whole_sizes(sizes: Sequence[float], num_slices: int) -> list[float]:
+def whole_sizes(sizes: Sequence[float], num_slices: SliceCounts) -> list[float]:
     """Returns the size of each microbatch relative to the mean, from those of its slices."""
-    return [
-        sum(sizes[first : first + num_slices]) / num_slices
-        for first in range(0, len(sizes), num_slices)
-    ]
+    mean = mean_slices(num_slices)
+    whole = [0.0] * (1 + place_of(len(sizes) - 1, num_slices).microbatch)
+    for item, size in enumerate(sizes):
+        whole[place_of(item, num_slices).microbatch] += size
+    return [size / mean for size in whole]

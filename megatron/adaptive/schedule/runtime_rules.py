@@ -39,11 +39,11 @@ from megatron.adaptive.schedule.rank_kernel import (
     FINISHED,
     HEAD,
     IN_FLIGHT,
+    ITEMS,
     LAST,
     PIECES,
     RANKS,
     SIZED,
-    SLICES,
     STARTED,
     TURNED,
     UNIT,
@@ -51,6 +51,8 @@ from megatron.adaptive.schedule.rank_kernel import (
     F,
     State,
     W,
+    end_of,
+    first_of,
     fits,
     is_ready,
     item_of,
@@ -106,11 +108,12 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
     evaluation, which has no B, there is no limit. With slices, items are counted, and a microbatch
     that has begun may go on.
     """
-    slices = s[SLICES]
     started = lane_count(s, F, chunk)
-    if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0 or started % slices > 0:
+    if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0 or started == s[ITEMS]:
         return True
-    return started - lane_count(s, B + DONE, chunk) + slices <= hint[chunk]
+    if first_of(s, started) < started:
+        return True
+    return end_of(s, started) - lane_count(s, B + DONE, chunk) <= hint[chunk]
 
 
 def next_forward(s: State, hint: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Order = tuple[Action, ...]
@@ -67,12 +67,19 @@ def check_num_microbatches(num_microbatches: int) -> None:
         )
 
 
-def check_num_slices(num_slices: int) -> None:
-    """Checks that a microbatch has at least one slice.
+def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None:
+    """Checks that each microbatch has at least one slice.
 
     Raises:
-        ScheduleError: The number of slices is below 1.
+        ScheduleError: A number of slices is below 1, or there is not one for each microbatch.
     """
+    if not isinstance(num_slices, int):
+        if len(num_slices) != num_microbatches:
+            raise ScheduleError(
+                f"{len(num_slices)} numbers of slices for {num_microbatches} microbatches: give "
+                "one for each"
+            )
+        num_slices = min(num_slices)
     if num_slices < 1:
         raise ScheduleError(
             f"{num_slices} slices of a microbatch: give 1 for whole microbatches, or more"

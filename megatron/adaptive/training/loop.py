@@ -35,6 +35,7 @@ from megatron.adaptive.rebalance.judgement import Move
 from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Repartitioner, make_tuner
+from megatron.adaptive.schedule.action import item_count
 from megatron.adaptive.schedule.choose_slices import NextTrial, SliceTrial
 from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.hook import Hook
@@ -128,7 +129,8 @@ class Trainer:
             # A trace counts slices as microbatches if their number differs between steps, and all
             # are equally long.
             run.slices.plan(lengths)
-            num_traced *= run.slices.count // live.config.constant_slices
+            if live.config.constant_slices == 1:
+                num_traced = item_count(num_microbatches, run.slices.count)
             lengths = ()
         run.tracing.begin_iteration(iteration, num_traced, is_traced=is_traced, lengths=lengths)
         result = live.step.train(
