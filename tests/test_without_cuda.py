@@ -353,7 +353,7 @@ def test_canary_dies_without_its_substitution_alone(name: str, answers: dict[str
     assert answered == {"value": CANARIES[name][0]}
     answer = answers[f"{name} without"]
     expected = CANARIES[name][1].split(" or ")
-    assert any(words in answer.get("error", "it lives") for words in expected), answer
+    assert any(phrase in answer.get("error", "it lives") for phrase in expected), answer
 
 
 @without_gpu

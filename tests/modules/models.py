@@ -199,3 +199,36 @@ def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     sizes = torch.randint(1, 5, (images,), generator=generator)
     patches = torch.randn(int(sizes.sum()), 6, generator=generator)
     return {"ids": ids, "patches": patches, "sizes": sizes}
+
+
+class Plain(nn.Module):
+    """Blocks without cut points, one of which the forward pass never calls; ``x [n, 8]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)
+        )
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        x = self.first(x)
+        for block in self.blocks[:4]:
+            x = x + block(x)
+        return self.last(x).square().mean()
+
+
+class Single(nn.Module):
+    """No repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()

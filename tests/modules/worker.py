@@ -23,7 +23,19 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, WIDTH, WORDS, Knotty, Tower, knotty, make_batch, viewed, viewer
+from models import (
+    SHARED,
+    WIDTH,
+    WORDS,
+    Knotty,
+    Plain,
+    Single,
+    Tower,
+    knotty,
+    make_batch,
+    viewed,
+    viewer,
+)
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.config.parallel import TransportConfig
@@ -501,39 +513,6 @@ def segments_and_collectives_are_traced() -> None:
     require_refused(
         partial(make, trace_dir="x", trace_detail="layer"), "not one of actions, layers"
     )
-
-
-class Plain(torch.nn.Module):
-    """Blocks without cut points, one of which the forward pass never calls; ``x [n, 8]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = torch.nn.Linear(WIDTH, WIDTH)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(5)
-        )
-        self.last = torch.nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
-        x = self.first(x)
-        for block in self.blocks[:4]:
-            x = x + block(x)
-        return self.last(x).square().mean()
-
-
-class Single(torch.nn.Module):
-    """No repeated blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(WORDS, WIDTH)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
-        return self.words(ids).square().mean() * mask.float().mean() + label.float().mean()
 
 
 def blocks_and_shared_weights_are_found() -> None:

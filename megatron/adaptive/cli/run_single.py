@@ -6,7 +6,6 @@ In a checkout, ``run_single.sh`` calls it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import os
@@ -158,9 +157,11 @@ def _new_folder(runs: Path, name: str) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
+        try:
             run.mkdir()
-            break
+        except FileExistsError:
+            continue
+        break
     return run
 
 

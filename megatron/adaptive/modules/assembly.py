@@ -8,11 +8,19 @@ from typing import Any, Literal, TypedDict, cast
 
 import torch
 
+from megatron.adaptive.config.flags import check_values, fields_of
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
 from megatron.adaptive.engine.executor_setup import require_equal_settings
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.batch import Microbatch, Signature, is_list, samples_in
+from megatron.adaptive.modules.batch import (
+    Microbatch,
+    Signature,
+    is_list,
+    require_whole,
+    samples_in,
+)
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
@@ -60,6 +68,15 @@ _ALIKE = (
     "seed",
 )
 """Settings that decide what ranks send to each other."""
+
+_LIKE_FLAGS = (
+    "hang_after_s",
+    "on_hang",
+    "trace_detail",
+    "repartition",
+    "repartition_interval",
+    "repartition_gain",
+)
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
 """Fills parameters and buffers in place, given by their names in the model."""
@@ -165,6 +182,18 @@ class PipelineSettings(SampledModel):
         if is_list(self.sample_batch):
             return len(self.sample_batch)
         return samples_in(self.sample_batch, "sample_batch")
+
+
+def check_settings(request: PipelineSettings) -> None:
+    """Checks the values of settings, most of which are flags of the trainer with the same limits.
+
+    Raises:
+        ConfigError: If a value is outside its range.
+    """
+    values = {name: getattr(request, name) for name in _LIKE_FLAGS}
+    check_values(values, {spec.dest: spec for spec in fields_of(ScheduleConfig)})
+    check_no_kernels(request.trace_detail)
+    require_whole(1, max_recordings=request.max_recordings)
 
 
 class PipelineOptions(TypedDict, total=False):

@@ -17,9 +17,8 @@ from megatron.adaptive import accelerator as _accelerator
 # megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
-    from megatron.adaptive.config.flags import check_values, fields_of
     from megatron.adaptive.config.parallel import TransportConfig
-    from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels, trace_details
+    from megatron.adaptive.config.schedule import trace_details
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.executor import RankTimes
     from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
@@ -32,6 +31,7 @@ with _accelerator.quiet_imports():
         PipelineOptions,
         PipelineSettings,
         assemble,
+        check_settings,
         require_alike,
     )
     from megatron.adaptive.modules.batch import (
@@ -40,7 +40,6 @@ with _accelerator.quiet_imports():
         Microbatch,
         is_list,
         microbatch_list,
-        require_whole,
         samples_in,
     )
     from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
@@ -49,7 +48,6 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
     from megatron.adaptive.modules.repartition import (
-        REPARTITION,
         SegmentBalancer,
         check_repartition,
         make_balancer,
@@ -309,15 +307,7 @@ class Pipeline:
 
     def _begin(self, request: PipelineSettings) -> None:
         """Checks the settings and makes this process's part of the pipeline. Collective."""
-        check_values(
-            {
-                name: getattr(request, name)
-                for name in ("hang_after_s", "on_hang", "trace_detail", *REPARTITION)
-            },
-            {spec.dest: spec for spec in fields_of(ScheduleConfig)},
-        )
-        check_no_kernels(request.trace_detail)
-        require_whole(1, max_recordings=request.max_recordings)
+        check_settings(request)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
         request = with_cut_points(request)

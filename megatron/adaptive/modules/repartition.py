@@ -42,8 +42,6 @@ from megatron.adaptive.rebalance.judgement import (
 )
 from megatron.adaptive.rebalance.time_limit import LIMIT_S
 
-REPARTITION = ("repartition", "repartition_interval", "repartition_gain")
-"""Settings of a ``Pipeline`` that are flags of the trainer too, with the same limits."""
 _WARM_UP = 1
 
 
