@@ -200,6 +200,7 @@ NO_LENGTH => --train-iters or --train-samples
 --optimizer dist_muon => 'dist_muon' | state of adam, sgd and muon | use one of these
 --muon-momentum 0.8 => --muon-momentum 0.8 with --optimizer adam needs --optimizer muon
 --optimizer muon --fp16 => --optimizer muon and --fp16 exclude each other | use bf16
+--optimizer muon --lora-rank 4 => --optimizer muon and --lora-rank 4 exclude each other | adapters
 --optimizer muon --use-distributed-optimizer
     => --use-distributed-optimizer | --optimizer muon | only the state of adam
 --optimizer muon --muon-scalar-optimizer lion => 'lion' | state of adam, sgd and muon

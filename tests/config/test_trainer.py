@@ -16,6 +16,7 @@ from megatron.adaptive.errors import ConfigError
 
 from .conftest import UNEQUAL, cases_of, small
 
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
 RICH = (
     "--pipeline-model-parallel-size 2 --model-chunks 2 --partition 0-3-1-0 --bf16 "
     "--activation-cap 3 --profile-ranks 0 1 --train-data-path a b --valid-data-path c "
@@ -43,6 +44,24 @@ def test_a_checkpoint_says_auto_after_the_number_of_slices_was_chosen() -> None:
     assert saved == config
     assert saved.schedule.chooses_slices
     assert saved.num_slices == first
+
+
+@pytest.mark.parametrize(
+    ("flags", "varies"),
+    [
+        ("--pipeline-schedule adaptive", True),
+        ("--pipeline-schedule dfc", True),
+        # Orders made before the step, and replicas that exchange tokens, need equal numbers.
+        ("--pipeline-schedule hinted", False),
+        ("--pipeline-schedule seq-1f1b", False),
+        (f"{EXPERTS} --moe-token-dispatcher-type alltoall", False),
+    ],
+)
+def test_which_runs_have_numbers_of_slices_that_differ(flags: str, varies: bool) -> None:
+    lengths = "--variable-seq-lengths --micro-batch-size 1 --slice-tokens 16"
+    shape = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+    config = small(f"{shape} {lengths} {flags}", world_size=2)
+    assert config.varies_slices is varies
 
 
 def test_derived_values(rich: TrainerConfig) -> None:

@@ -95,6 +95,12 @@ def test_random_numbers_depend_on_the_key_alone(draws: Draws) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
+def test_no_two_numbers_of_a_step_have_one_key(draws: Draws) -> None:
+    drawn = [draws(microbatch=2 + (turn << 16)) for turn in range(4)]
+    assert len({number for pair in drawn for number in pair}) == 8
+    assert draws(microbatch=2) == drawn[0]
+
+
 def test_ranks_differ_where_their_tensors_do(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
     (replicated, split), layer_0 = draws(), draws(layer=0)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)

@@ -266,7 +266,8 @@ def run_node(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # If this process is killed, the node's ranks save a checkpoint and end.
+            # If this process is killed, the node's ranks save a checkpoint and end. The kernel
+            # forgets this request in set-user-ID programs, such as the starter of some Apptainers.
             preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"

@@ -118,6 +118,7 @@ slice_tokens excludes record_schedule replay_schedule repartition balance_replic
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
     | megatron-core splits only the state of adam
+optimizer=muon excludes lora_rank | adapters leave no weight to its second optimizer
 optimizer=muon excludes fp16 | megatron-core has no loss scale for it; use bf16
 optimizer=muon excludes expert_model_parallel_size>1 moe_grouped_gemm stage_data_parallel_sizes
     | with muon each rank holds whole experts, and each expert has weights of its own

@@ -197,6 +197,7 @@ _STEP_BITS = 24
 _MICROBATCH_BITS = 16
 _LAYER_BITS = 12
 _LANE_BITS = 12
+_FAR_STEP = 10_368_889  # odd, so that products with it do not repeat in the bits of the step
 _HOOK = "dropout_key_hook"
 _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
@@ -303,12 +304,14 @@ class DropoutKeys:
             step: Number of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
             number: Index of the microbatch, or of its slice, over all replicas; ``None`` if
-                microbatches are assigned round-robin. Random numbers repeat after 2**16 of them.
+                microbatches are assigned round-robin.
         """
         if not self._enabled:
             return
         if number is None:
             number = self._number_of(microbatch)
+        # Numbers that do not fit take the keys of steps far away, so that no step repeats a key.
+        step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
 
