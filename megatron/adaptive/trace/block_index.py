@@ -74,12 +74,12 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Adds what follows :attr:`offset` in the file: header, blocks and clock samples.
+        """Reads the file from :attr:`offset` on; adds its header, blocks and clock samples.
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether the run may still write to the file. If so, an incomplete end is
-                left for the next call, and is not counted as a truncated line.
+            is_growing: Whether the run may still write to the file. If so, an incomplete line at
+                the end is left for the next call and is not counted as truncated.
 
         Raises:
             OSError: The file cannot be read.
@@ -246,7 +246,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines that look exactly as the recorder writes them; ``None`` if one does not."""
+    """Parses lines in the exact form that the recorder writes; ``None`` if a line differs."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -262,7 +262,8 @@ def _plain(data: bytes) -> Ints | None:
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 by its limits, so these are errors.
+        # numpy replaces numbers outside the range of int64 by the smallest or largest int64. So
+        # these two values mean that the line is damaged.
         return None
     return numbers.reshape(lines, width)
 
