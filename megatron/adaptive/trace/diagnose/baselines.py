@@ -318,7 +318,7 @@ def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along an axis; NaN if there are none."""
+    """Returns the weighted mean of the finite values along an axis; NaN if no value is finite."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)
