@@ -60,7 +60,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is turned by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""A wait's cause is in the legend if such a wait takes more than the step time divided by this."""
+"""Ratio of the step time to the shortest wait whose cause is listed in the legend."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
