@@ -41,7 +41,7 @@ class Block:
         offset: Position of the first span in the file, as a number of bytes.
         size_bytes: Total size of the spans' complete lines in bytes.
         is_whole: Whether the file contains all spans that the marker counts.
-        table: Spans of the block if they were read already, else ``None``.
+        table: Spans of the block if they were read already; otherwise ``None``.
     """
 
     marker: IterationStart
@@ -231,7 +231,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        Kinds and reasons that this program does not know are replaced by ``other`` or none.
+        A kind that this program does not know is replaced by ``other``; an unknown ``of`` or
+        reason is replaced by none.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.

@@ -258,7 +258,8 @@ def _computing(first: Measured, second: Measured) -> Iterator[Change]:
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A few iterations are too few to estimate a cell's noise, so assume at least the median noise.
+    # A run may have too few iterations to estimate a cell's noise. So each cell is assumed to have
+    # at least the median noise of all cells.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)

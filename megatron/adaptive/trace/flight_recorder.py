@@ -39,7 +39,8 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, and its description if it has one.
-        number: Number of the collective in its group; for a message, the rank's own number of it.
+        number: Number of the collective in its group. The number of a message is counted by each
+            rank on its own.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
         is_message: Whether the call is one end of a message between two ranks.
@@ -85,7 +86,7 @@ class StuckCall:
     """Describes a collective or message that does not end.
 
     Attributes:
-        call: Call of the first rank that waits in it.
+        call: Call of the first waiting rank.
         waiting: Global ranks that wait in the call.
         late: Global ranks of the group that have not made the call.
         missing: Global ranks of the group without a dump.

@@ -130,7 +130,7 @@ class GpuCounters:
                 continue
             try:
                 self._values[name] = int(read())
-            except Exception:  # NVML of another version lacks functions, a GPU lacks counters
+            except Exception:  # this version of NVML, or this GPU, lacks the counter
                 self._values.pop(name, None)
         self._read_s = time.monotonic()
 

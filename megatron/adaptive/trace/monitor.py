@@ -411,7 +411,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # it reported just now, or runs on another machine and cannot be checked
+        return False  # the rank has just reported, or runs on another machine, where /proc differs
     return not os.path.exists(f"/proc/{header.pid}")
 
 

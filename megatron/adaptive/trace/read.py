@@ -94,7 +94,7 @@ class RankTrace:
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of an iteration's microbatches; empty if all are the same."""
+        """Returns the sizes of an iteration's microbatches; empty if all have the same size."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
@@ -256,7 +256,7 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations of which all forward and backward passes were recorded.
+        """Returns the iterations in which all forward and backward passes were recorded.
 
         Ranks without a trace file are ignored.
 
@@ -337,7 +337,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Maps each rank to its trace file in a folder (not in subfolders); empty if there are none."""
+    """Maps each rank to its trace file in a folder, without subfolders; empty if it has none."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -366,7 +366,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     for rank, header in headers.items():
         if header.rank != rank:
             raise TraceError(
-                f"{files[rank]} has the header of rank {header.rank}, but its name says rank "
+                f"{files[rank]} has the header of rank {header.rank}, but it is named after rank "
                 f"{rank}; give the file its old name"
             )
     _check_one_run(folder, headers)

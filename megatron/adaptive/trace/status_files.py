@@ -210,8 +210,8 @@ class ProgressTail:
 
     Args:
         path: Path of the progress file, which need not exist yet.
-        kept: Number of lines about iterations to keep. ``None`` to keep all; then even a large file
-            is read from its beginning.
+        kept: Number of lines about iterations to keep. ``None`` to keep all lines, and to read even
+            a large file from its beginning.
 
     Attributes:
         records: Latest lines about iterations, as dicts.

@@ -189,7 +189,7 @@ class Cause:
 
         Args:
             finding: Finding with its cost.
-            is_simulated: Whether the cost was simulated; otherwise it is 0.
+            is_simulated: Whether the cost was simulated; otherwise the cost is 0.
         """
         return True
 

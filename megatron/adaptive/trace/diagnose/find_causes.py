@@ -129,7 +129,8 @@ class _Search:
         """Simulates the last affected iterations without the cause of a finding.
 
         Returns:
-            Fraction of the step time that this saves; ``None`` if the trace cannot be simulated.
+            Fraction of the step time that the cause costs; ``None`` if the trace cannot be
+            simulated.
         """
         m = self._evidence.measured
         is_inside = (m.iterations >= finding.period.first) & (m.iterations <= finding.period.last)

@@ -52,7 +52,10 @@ EXPLAINS = 0.4
 """Minimum fraction of the lost time that the counters of the reasons must show together."""
 
 STARVED = 0.5
-"""Minimum fraction of a step spent in waits for a processor to call other findings uncertain."""
+"""Minimum fraction of the step time that a rank waits for a processor, to call it starved.
+
+Differences between the times of starved ranks may be due to chance.
+"""
 
 EXPLAINS_TOO = 0.2
 """Minimum fraction of the lost time that a counter must show to be one of the reasons."""
@@ -79,10 +82,13 @@ SLOWER_PORT = 0.6
 """Maximum ratio of an interface's speed to those of other machines, to be the reason."""
 
 OVER_TCP = ("gloo", "tcp")
-"""Names of transports that use TCP also within a machine."""
+"""Names of transports that use TCP even between ranks of one machine."""
 
 OWN_PAGES = 4.0
-"""Minimum ratio of a rank's page reads to those of other ranks if only this rank lacks memory."""
+"""Minimum ratio of a rank's page reads to those of the other ranks of its machine.
+
+A rank with a higher ratio is taken for the cause of the machine's waits.
+"""
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,8 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if it is unknown.
+        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if its waits were not
+        counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
@@ -313,7 +320,7 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        return reason  # messages within a machine pass no port
+        return reason  # messages within a machine do not pass a network port
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
 

@@ -359,9 +359,9 @@ PASSED = 6
 """Minimum number of values in an interval that does not last to the end of the series."""
 
 TO_THE_END = 0.85
-"""Minimum ratio of scores for which an interval up to the end of the series is preferred.
+"""Minimum score of an interval up to the end of the series, as a fraction of the best score.
 
-The ratio is that of its score to the best score of any interval.
+If its score is that high, this interval is preferred to the one with the best score.
 """
 
 APART = 0.2

@@ -651,7 +651,7 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns recorded durations in which each rank's computing times have a factor."""
+        """Returns recorded durations, with computing times multiplied by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )

@@ -51,7 +51,7 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio, to report a rank, of its experts' number of tokens to the mean over ranks."""
+"""Minimum ratio of a rank's number of tokens to the mean over ranks, to report the rank."""
 
 OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""

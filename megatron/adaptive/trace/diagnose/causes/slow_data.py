@@ -55,7 +55,7 @@ READING_SURE = 3.0
 """Minimum excess of a slow read's time in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of a rank's reads to judge them."""
+"""Minimum number of reads of a rank that are needed to judge its reads."""
 
 READING_ITERATIONS = 4
 """Minimum number of iterations in which a rank reads, to judge its reads."""

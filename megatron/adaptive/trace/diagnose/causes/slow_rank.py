@@ -73,7 +73,7 @@ The rest may be due to the ranks with which it is compared.
 """
 
 OF_LAYER = 0.5
-"""Minimum fraction of a rank's lost time that a slow layer must take, to be its cause."""
+"""Minimum fraction of a rank's lost time that a slow layer must take, to explain the slow rank."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""

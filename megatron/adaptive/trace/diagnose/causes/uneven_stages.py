@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that another partition saves if stages are uneven."""
+"""Minimum fraction of the slowest rank's time that another partition must save to be reported."""
 
 
 class UnevenStages(Cause):
