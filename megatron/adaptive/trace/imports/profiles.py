@@ -333,7 +333,7 @@ def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def _read_spans(paths: list[Path]) -> list[_RankFile]:
-    """Reads Megatron-LM's spans; a file may contain several ranks, a rank may have several files."""
+    """Reads Megatron-LM's spans; a file may have several ranks, and a rank several files."""
     ranks: dict[int, _RankFile] = {}
     jobs: dict[str, str] = {}
     for path in paths:
