@@ -41,7 +41,7 @@ class Block:
         offset: Position of the first span in the file, as a number of bytes.
         size_bytes: Total size of the spans' complete lines in bytes.
         is_whole: Whether the file contains all spans that the marker counts.
-        table: Spans of the block if they were read already, else ``None``.
+        table: Spans of the block if they were read already; otherwise ``None``.
     """
 
     marker: IterationStart
@@ -74,12 +74,12 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Adds what follows :attr:`offset` in the file: header, blocks and clock samples.
+        """Reads the file from :attr:`offset` on; adds its header, blocks and clock samples.
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether the run may still write to the file. If so, an incomplete end is
-                left for the next call, and is not counted as a truncated line.
+            is_growing: Whether the run may still write to the file. If so, an incomplete line at
+                the end is left for the next call and is not counted as truncated.
 
         Raises:
             OSError: The file cannot be read.
@@ -231,7 +231,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        Kinds and reasons that this program does not know are replaced by ``other`` or none.
+        A kind that this program does not know is replaced by ``other``; an unknown ``of`` or
+        reason is replaced by none.
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -246,7 +247,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines that look exactly as the recorder writes them; ``None`` if one does not."""
+    """Parses lines in the exact form that the recorder writes; ``None`` if a line differs."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -262,7 +263,8 @@ def _plain(data: bytes) -> Ints | None:
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 by its limits, so these are errors.
+        # numpy replaces numbers outside the range of int64 by the smallest or largest int64. So
+        # these two values mean that the line is damaged.
         return None
     return numbers.reshape(lines, width)
 

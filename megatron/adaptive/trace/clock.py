@@ -4,7 +4,7 @@ Every process has a monotonic clock, whose id is in the header of its trace. Ran
 share a clock. The clocks of two machines differ by any amount and drift apart by tens of
 microseconds per second. One clock is the reference: that of the rank against which samples were
 taken, or that of the first rank if there are no samples. The offset of any other clock comes from
-the best of these sources:
+the first of these sources that is available:
 
 - samples, corrected by the run's messages: no message arrives before it was sent,
 - messages between this clock and one with a known offset,
@@ -19,8 +19,8 @@ threads sleep. A sample is one request with its answer, which bounds the offset:
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
 If the kernel supports timestamps, it records the arrivals (t1 and t3), so that a thread's wait for
-a processor or for the interpreter lock (GIL) does not change them. Samples are optional: a machine
-that cannot be reached has none, and a warning says so when the trace is read.
+a processor or for the interpreter lock (GIL) does not change them. Samples are optional: if a
+machine cannot be reached, its trace has no samples, and a warning says so when the trace is read.
 
 A delay is long if a thread had to wait for a processor. Therefore only the fastest exchanges of
 each second are used, and the slower ones among them get less weight. A straight line is fitted
@@ -76,12 +76,13 @@ class ClockFit:
     """Converts readings of one clock into readings of another by linear interpolation.
 
     Attributes:
-        pivot_ns: Reading of the converted clock from which ``knots_ns`` are counted.
+        pivot_ns: Reading of the source clock from which ``knots_ns`` are counted.
         base_ns: Constant part of the offset to the target clock, in nanoseconds.
         knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` at which
             the offset is given.
         offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``, in
-            nanoseconds; linear between knots and beyond the outermost.
+            nanoseconds. Between knots it is interpolated linearly, beyond the first and the last
+            knot it is extrapolated linearly.
         residual_ns: Median distance in nanoseconds of the samples from the fit; 0 without samples.
         delay_ns: Round-trip time in ns of the fastest exchange; half of it bounds the offset's
             error.
@@ -174,11 +175,11 @@ def settle(
     """Shifts clocks as little as possible, so that no message arrives before it was sent.
 
     Args:
-        slack_ns: Shortest time of a message from send to arrival, for each pair (sender's clock,
-            receiver's clock). It is negative if the two clocks contradict each other.
+        slack_ns: Shortest time in ns of a message from send to arrival, for each pair (sender's
+            clock, receiver's clock). Negative if a message seems to arrive before it was sent.
         num_clocks: Number of clocks; clock 0 is never shifted.
-        unsure: Clocks whose offset was not measured. Messages in both directions to a clock with a
-            known offset give a lower and an upper bound, of which the middle is used.
+        unsure: Clocks whose offset was not measured. Messages to and from a clock with a known
+            offset give a lower and an upper bound of the offset, and the middle of these is used.
 
     Returns:
         Nanoseconds to add to each clock, and the largest time by which a message still arrives
@@ -413,7 +414,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 BURST = 16
 PAUSE_S = 0.001
-"""Pause in seconds between the exchanges of a burst, so that one delay does not affect all."""
+"""Pause in seconds between exchanges of a burst, so that one delay does not affect all of them."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
 """Initial and maximum time in seconds between bursts; the time doubles after each burst."""
@@ -452,8 +453,8 @@ def start_clock_sync(
         deliver: Callback that gets the samples of each burst, in another thread.
 
     Returns:
-        Stack whose ``close()`` makes a last burst and stops this rank's threads. The call may be
-        repeated, and blocks for at most two seconds.
+        Stack whose ``close()`` makes a last burst and stops this rank's threads. ``close()`` may be
+        called again, and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -475,7 +476,8 @@ class ClockServer:
     """Answers requests for the time from clients that know a secret, with a thread per connection.
 
     Args:
-        host: Address to listen on; all addresses of the machine if empty or another machine's.
+        host: Address to listen on. If it is empty or belongs to another machine, the server listens
+            on all addresses of this machine.
 
     Attributes:
         port: Port on which the server listens.
@@ -591,7 +593,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("an answer to another request")
+                raise ConnectionError("rank 0 sent the answer to another request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)

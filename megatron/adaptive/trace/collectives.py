@@ -1,14 +1,14 @@
 """Separates the wait of each collective for its slowest member from its transfer.
 
 The members of a process group record when they arrived at a collective and when it ended. On the
-run's common clock, a member waits from its own arrival until that of the last member; the rest is
-the transfer::
+run's common clock, a member waits from its own arrival until the last member arrives. The remaining
+time is the transfer::
 
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-Each member keeps the times of the same collectives, a sample if there are many, and the total time
-of all. A group is left out if a member has no trace.
+All members keep the times of the same collectives (only of a sample if there are many) and the
+total time of all collectives. A group is ignored if one of its members has no trace.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class JoinedCollectives:
         operation: Name of the collective, such as ``all-reduce``.
         ranks: Global ranks of the members, ascending.
         iteration: ``[collectives]``, number of the iteration.
-        start_ns: ``[collectives, members]``, arrival of each member on the run's clock.
-        end_ns: ``[collectives, members]``, end on each member on the run's clock.
-        per_step: Mean number of collectives in an iteration, also of those without times.
-        total_ns: Mean time in ns of all these collectives in an iteration, over the members.
-        size_bytes: Mean size in bytes of inputs and results of a collective on a member.
+        start_ns: ``[collectives, members]``, time in ns on the run's clock at which each member
+            arrived at the collective.
+        end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
+            ended on each member.
+        per_step: Mean number of collectives in an iteration, including those without kept times.
+        total_ns: Time in ns that a member spends in these collectives in an iteration; mean over
+            members and iterations.
+        size_bytes: Mean size in bytes of the inputs and results of a collective on a member.
     """
 
     kind: str
@@ -57,32 +60,35 @@ class JoinedCollectives:
 
     @property
     def last_ns(self) -> Ints:
-        """``[collectives]``, arrival of the last member."""
+        """``[collectives]``, time in ns at which the last member arrived."""
         return np.asarray(self.start_ns.max(axis=1))
 
     @property
     def wait_ns(self) -> Ints:
-        """``[collectives, members]``, time from a member's arrival to that of the last one."""
+        """``[collectives, members]``, ns from a member's arrival to the last member's arrival."""
         return np.asarray(self.last_ns[:, None] - self.start_ns)
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, time from the last arrival to the end on a member."""
+        """``[collectives, members]``, ns from the last member's arrival to the end on a member."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time for which all others waited for this member alone."""
+        """``[collectives, members]``, time in ns for which all others waited only for this member.
+
+        For all members except the last to arrive, it is 0.
+        """
         ordered = np.sort(self.start_ns, axis=1)
         gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
         is_last = np.arange(len(self.ranks)) == self.start_ns.argmax(axis=1)[:, None]
         return np.where(is_last, gap_ns[:, None], 0.0)
 
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
-        """Returns ``[iterations, ...]``, the time of all collectives of each iteration in ns.
+        """Estimates the time in ns of all collectives of each iteration, ``[iterations, ...]``.
 
         Args:
-            times_ns: ``[collectives, ...]``, time of each of these collectives in ns.
+            times_ns: ``[collectives, ...]``, time in ns of each collective whose times were kept.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
@@ -94,11 +100,14 @@ class JoinedCollectives:
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Returns the collectives of each group and operation in some iterations, on one clock.
+    """Joins the collectives that the members of each group recorded, on the run's common clock.
 
     Args:
         run: Trace of the run.
         iterations: Numbers of the iterations.
+
+    Returns:
+        An object per process group and operation.
     """
     members: dict[tuple[str, int], dict[int, dict[int, GroupCollectives]]] = {}
     for iteration in iterations:
@@ -129,12 +138,14 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
 def _join(
     kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
 ) -> JoinedCollectives | None:
-    """Joins the members' times of an operation; ``None`` if no collective has all of them.
+    """Joins the members' times of an operation.
+
+    The result is ``None`` if there is no collective whose times all members kept.
 
     Args:
         kind: Kind of the group.
         operation: Name of the collective.
-        groups: Each member's collectives, by iteration and rank.
+        groups: Collectives of each member of the group, by iteration and rank.
     """
     iterations: list[int] = []
     starts: list[list[int]] = []
@@ -172,7 +183,7 @@ def _join(
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns start and end in ns of a member's collectives, by their numbers."""
+    """Returns start and end in ns of a member's collectives, by number in the iteration."""
     return {
         number: (start_ns, end_ns)
         for number, of, start_ns, end_ns in group.kept
@@ -182,18 +193,18 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of a kind of collective in a step, the mean over all groups of the kind.
+    """Holds the times of an operation in a step, as the mean over all groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
         operation: Name of the collective.
-        size: Number of members of a group.
-        count: Number of collectives of a group.
-        size_bytes: Mean size in bytes of inputs and results of a collective on a member.
-        wait_ms: Time of a member in ms in which it waited for the last member.
-        transfer_ms: Rest of a member's time in ms.
-        last_rank: Global rank for which others waited longest.
-        last_ms: Time in ms of the step for which all others of its group waited for that rank.
+        size: Number of members of the largest group.
+        count: Number of collectives of a group in the step.
+        size_bytes: Size in bytes of the inputs and results of a collective on a member.
+        wait_ms: Time in ms of the step that a member waited for the last member to arrive.
+        transfer_ms: Remaining time in ms that a member spent in these collectives.
+        last_rank: Global rank for which the other members of its group waited longest.
+        last_ms: Time in ms of the step for which they waited only for ``last_rank``.
     """
 
     kind: str
@@ -208,7 +219,7 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns the times of each kind of collective in an iteration, empty if the trace has none."""
+    """Returns an iteration's times per kind of group and operation; empty if none were recorded."""
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)
@@ -216,12 +227,12 @@ def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]
 
 
 def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
-    """Returns the figures of one kind of collective from those of its groups."""
+    """Combines the groups of one kind into the figures of one operation."""
     held_up_ms = {}
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # The collectives without times are assumed to be like those with times.
+        # Collectives without kept times are assumed to wait for the same share of their time.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

@@ -5,12 +5,13 @@ change of some percent is a number that adds up::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-Changes are picked one after another, first the one that explains most. So a rank on which all kinds
-of action became slower is one change and not three. Links and readers of data are compared one by
-one.
+Changes are picked one after another, starting with the change that explains most of the difference.
+So a rank on which all kinds of action became slower is one change and not three. Each link, and
+each rank that reads data, is compared separately.
 
-If both runs have them (``--trace-detail``), layers and collectives are compared too: a layer with
-the other layers of its ranks, the transfers of each process group, and the waits for each rank.
+If both runs recorded layers and collectives (``--trace-detail``), these are compared too: a layer
+with the other layers of its ranks, the transfers of each process group, and the waits for each
+rank.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ class Change:
         action: Kind of action (F, B or W); empty if all kinds are affected.
         layer: Index of the layer in the model, -1 for none.
         collective: Kind of group and operation; empty if the change concerns no collectives.
-        before_ms: Time in ms in the first run: of a microbatch, a message, a read, or of a step's
-            passes of a layer, transfers or waits.
-        after_ms: The same time in the second run.
+        before_ms: Time in ms in the first run. It is the time of a message for ``link``, of a read
+            for ``data``, the total time in a step for ``layer``, ``transfers`` and ``waits``, and
+            the computing time of a microbatch for all other kinds.
+        after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
         confidence: Probability that the change is not a random effect, 0.5 to 0.99.
     """
 
@@ -172,7 +174,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work has changed by more than 2% and than chance")
+            lines.append("  no part of the work has changed by more than 2% and beyond chance")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def compare_runs(
         if len(measured.iterations) < 3:
             raise TraceError(
                 f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
-                " more after the first"
+                " more iterations after the first"
             )
     changes = [
         *_computing(first, second),
@@ -252,11 +254,12 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes of computing time, first the one that explains most."""
+    """Finds changes of computing time, starting with the change that explains most."""
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A few iterations say little about their own noise, so cells share it.
+    # A run may have too few iterations to estimate a cell's noise. So each cell is assumed to have
+    # at least the median noise of all cells.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -271,8 +274,8 @@ def _computing(first: Measured, second: Measured) -> Iterator[Change]:
             error = math.sqrt(1 / inside.sum() + RANKS_DIFFER**2 / len(part.ranks))
             if abs(effect) < max(LEAST, SURE * error):
                 continue
-            # Prefer the change that explains most of the differences, such as a whole rank to
-            # its backward passes alone.
+            # Prefer the change that explains most of the differences, such as a whole rank rather
+            # than only its backward passes.
             explained = effect**2 * inside.sum()
             if explained > most_explained:
                 best, size, certainty = part, effect, abs(effect) / error
@@ -299,7 +302,8 @@ class _Part:
 
     Attributes:
         kind: Kind of the change, see :class:`Change`.
-        cells: ``[ranks, chunks, 3] bool``, membership of a rank's kind of action in a chunk.
+        cells: ``[ranks, chunks, 3] bool``, true for each rank, chunk and kind of action that
+            belongs to the part.
         ranks: Global ranks of these cells.
         stages: Pipeline stages of these cells.
         action: Kind of action; empty if there are several.
@@ -313,7 +317,7 @@ class _Part:
 
 
 def _parts(m: Measured, is_known: npt.NDArray[np.bool_]) -> Iterator[_Part]:
-    """Yields all parts of the work, those that consist of the same cells only once."""
+    """Yields all parts of the work that may change; of parts with equal cells, only the first."""
     ranks = tuple(header.rank for header in m.headers)
     everywhere = tuple(sorted({stage for stages in m.stages for stage in stages}))
 
@@ -344,7 +348,7 @@ def _parts(m: Measured, is_known: npt.NDArray[np.bool_]) -> Iterator[_Part]:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds links on which messages take longer or less long than before."""
+    """Finds links on which messages take longer or shorter in the second run."""
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -375,7 +379,7 @@ def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
 
 
 def _data(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds ranks that read their microbatches slower or faster than before."""
+    """Finds ranks that read their microbatches slower or faster in the second run."""
     for column, header in enumerate(first.headers):
         before, after = (
             m.read_ns[:, column][m.reads[:, column] > 0]
@@ -397,7 +401,7 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Finds layers whose time changed in another proportion than that of other layers there."""
+    """Finds layers whose time changed by another factor than other layers of the same ranks."""
     times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for layer in sorted(times[0].keys() & times[1].keys()):
@@ -429,11 +433,11 @@ def _layers(
 
 @dataclass(frozen=True, eq=False)
 class _LayerTimes:
-    """Holds the times of a layer.
+    """Holds the times of a layer in one run.
 
     Attributes:
         ranks: Global ranks that have the layer.
-        step_ns: ``[iterations]``, time in ns of all its passes, mean over the ranks.
+        step_ns: ``[iterations]``, time in ns of all passes of the layer, mean over ``ranks``.
     """
 
     ranks: tuple[int, ...]
@@ -441,7 +445,7 @@ class _LayerTimes:
 
 
 def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
-    """Returns the times of the layers that have them in all iterations."""
+    """Returns the times of the layers that were timed in all iterations, by index of the layer."""
     times: dict[int, dict[int, list[int]]] = {}
     for rank in sorted(run.ranks):
         for iteration in m.iterations.tolist():
@@ -457,7 +461,7 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds groups whose transfers changed, and ranks for which others wait more or less long."""
+    """Finds groups whose transfers changed, and ranks for which others wait longer or shorter."""
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]
@@ -499,13 +503,14 @@ def _median_ms(times_ns: Floats) -> float:
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
     """Returns the confidence that times have changed; ``None`` if the change may be chance.
 
-    A change counts if it is more than a fraction of the times and of a step.
+    A change counts only if it exceeds the fraction :data:`LEAST` of the time and the fraction
+    :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.
         after: Times in ns in the second run.
         step_ns: Duration of a step in ns.
-        error_ns: Further error of the difference in ns.
+        error_ns: Additional error of the difference in ns, such as that of the clocks.
     """
     if min(len(before), len(after)) < 3:
         return None

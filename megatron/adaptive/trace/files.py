@@ -25,7 +25,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary; any other means that the path is wrong."""
+"""Error numbers of disk problems that may pass. Any other number means that the path is wrong."""
 
 
 _ROOM_BYTES = 1 << 16
@@ -46,7 +46,7 @@ def _has_room(file: int) -> bool:
 class Outage:
     """Prints a warning when a file cannot be written, and a note when it can be written again.
 
-    The note states how much data was lost in between.
+    The note states how much data was lost while writing failed.
 
     Args:
         name: Name of the file or stream, such as its path.
@@ -97,7 +97,7 @@ class BestEffortFile:
         head: Function that returns the bytes to write first whenever the file is opened.
 
     Raises:
-        OSError: The file cannot be opened for another reason than a full or failing disk.
+        OSError: The file cannot be opened. A full or failing disk does not raise this error.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -150,7 +150,7 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the bytes of ``head`` now, or before the next data if this fails."""
+        """Writes the bytes of ``head``. If that fails, they are written before the next data."""
         self._has_head = False
         self.append(b"", 0)
 
@@ -295,8 +295,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         return None  # another machine has just renamed the shared folder
     except OSError as error:
         raise TraceError(
-            f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
-            "this user write there, or name another --trace-dir"
+            f"cannot move aside {path} with the traces of an earlier start: {error.strerror}; let "
+            "this user write to its parent folder, or pass another --trace-dir"
         ) from error
     return kept
 

@@ -1,12 +1,12 @@
-"""Reads dumps of torch's flight recorder, and says which collective does not end and who is late.
+"""Reads dumps of torch's flight recorder; finds the collective that hangs and the late ranks.
 
 torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective of NCCL takes too
 long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
 ``nccl_trace_rank_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
 the last collectives of each process group, with a number that is the same on all ranks of the
-group. Messages have numbers that each rank counts alone. So they are counted here for each sender
-and receiver, in the order in which both call them. Pickles may contain code. This module reads
-plain values only, and refuses all others.
+group. The numbers of messages (point-to-point calls) differ between ranks. So this module matches
+the calls of each pair of sender and receiver by their order. Pickles may contain code. Therefore
+only plain values are read, and a pickle with other objects is refused.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""End of the name of an entry that stands for the messages of a batch before it."""
+"""Suffix of the name of an entry that stands for a batch of messages, which are listed before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """Describes a collective, or a message, on one rank.
+    """Describes a rank's call of a collective, or of a send or receive (a message).
 
     Attributes:
         rank: Global rank.
         group: Name of the process group, and its description if it has one.
-        number: Number of the collective in its group, or of the message among those of its rank.
+        number: Number of the collective in its group. The number of a message is counted by each
+            rank on its own.
         name: Name of the operation, such as ``nccl:all_reduce``.
-        sizes: Sizes and types of its input as text.
-        is_message: Whether it is a message between two ranks.
-        has_ended: Whether it has ended on this rank.
-        line_of_code: Code that called it, as ``file:line in function``; empty if not recorded.
+        sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
+        is_message: Whether the call is one end of a message between two ranks.
+        has_ended: Whether the operation has ended on this rank.
+        line_of_code: Code that made the call, as ``file:line in function``; empty if not recorded.
         created_ns: Time of the call in ns since 1970; 0 if not recorded.
     """
 
@@ -66,10 +67,11 @@ class Dump:
     Attributes:
         rank: Global rank.
         calls: Calls in the order in which they were made.
-        members: Global ranks of each process group by its name; without groups that torch does not
-            list.
-        begun: Number of the last collective of each group, also if its call was overwritten.
-        is_whole: Whether no call was overwritten.
+        members: Global ranks of each process group, by name of the group. Groups that torch does
+            not list are missing.
+        begun: Number of the last collective that the rank called in each group, even if its entry
+            was overwritten.
+        is_whole: Whether the dump has all calls of the rank, because none was overwritten.
     """
 
     rank: int
@@ -84,13 +86,13 @@ class StuckCall:
     """Describes a collective or message that does not end.
 
     Attributes:
-        call: The call on the first rank that waits in it.
-        waiting: Global ranks that wait in it.
-        late: Global ranks of the group that have not entered it.
+        call: Call of the first waiting rank.
+        waiting: Global ranks that wait in the call.
+        late: Global ranks of the group that have not made the call.
         missing: Global ranks of the group without a dump.
-        mismatch: Ranks that called another operation at this number, with the operation as text;
-            empty if all called the same.
-        is_entered: Whether all its ranks have entered it, so that its transfer does not end.
+        mismatch: Ranks that called another operation with this number, and that operation, as
+            text; empty if all ranks called the same operation.
+        is_entered: Whether all ranks have made the call, so that only its transfer does not end.
     """
 
     call: RecordedCall
@@ -101,7 +103,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Formats the call as text: its name, the ranks that wait and those that are late."""
+        """Formats the call as text: its name, the waiting ranks and the late ranks."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -126,8 +128,8 @@ class StuckCalls:
     Attributes:
         ranks: Global ranks with a dump.
         stuck: Collectives and messages that do not end.
-        culprits: Global ranks for which the others wait; empty if the dumps do not show them.
-        text: Sentence about the reason.
+        culprits: Global ranks for which the other ranks wait; empty if the dumps do not show them.
+        text: Sentence that states the reason for the hang.
         advice: Remedy in the imperative; empty if nothing is stuck.
         notes: Caveats about the dumps.
     """
@@ -158,7 +160,7 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Maps each rank to its dump in a folder; empty if there are none."""
+    """Maps each rank to its dump in a folder; empty if the folder has no dumps."""
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -208,10 +210,10 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
 
 
 def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes a collective in which the ranks of some calls wait."""
+    """Describes the collective of some calls, which have not ended."""
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo's groups. Then these are the ranks that used it.
+    # torch does not list the members of gloo's groups: take the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
@@ -238,10 +240,10 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
 def _message(
     calls: Sequence[RecordedCall], route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> StuckCall:
-    """Describes a message that does not end on the ranks of some calls.
+    """Describes the message of some calls, which have not ended.
 
     Args:
-        calls: Calls that do not end, of one end or of both.
+        calls: Calls of the sender, of the receiver, or of both.
         route: Global ranks of the sender and of the receiver, as from :func:`_route`.
         dumps: Dump of each rank.
     """
@@ -266,11 +268,11 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether a rank has not called its end of a message.
+    """Returns whether a rank has not made its call, a send or a receive, for a message.
 
     Args:
-        end: Global rank without a call on this route that does not end.
-        call: Call of the other end, which waits.
+        end: Global rank of the sender or receiver; all its calls on this route have ended.
+        call: Call of the other rank, which has not ended.
         route: Global ranks of the sender and of the receiver.
         dumps: Dump of each rank.
     """
@@ -280,21 +282,21 @@ def _is_late(
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
         return len(silent) <= waiting.index(call)
-    return True  # all its messages on this route have ended, and this one has not
+    return True  # all calls of ``end`` on this route have ended, so it has not made this one
 
 
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
     """Returns the global ranks of a message's sender and receiver.
 
-    The result is empty for a collective, and has the rank of the call alone if torch did not record
-    the other end.
+    The result is empty for a collective. It has only the rank of the call if torch did not record
+    the other rank.
     """
     if not call.is_message:
         return ()
     match = _PEERS.search(call.name)
     if match is None:
         return (call.rank,)
-    # Names of messages have ranks within the group, first that of the call.
+    # The name of a message has two ranks within the group; the first is the rank of the call.
     members = dump.members.get(call.group, ())
     ends = [int(match[1]), int(match[3])]
     ends = [members[end] if end < len(members) else end for end in ends]
@@ -302,13 +304,13 @@ def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
 
 
 def _signature(call: RecordedCall) -> tuple[str, str]:
-    """Returns what must be the same on all ranks of a collective."""
+    """Returns the name and, for some collectives, the sizes, which must be equal on all ranks."""
     has_equal_sizes = call.name.endswith(("all_reduce", "allreduce", "broadcast"))
     return call.name, call.sizes if has_equal_sizes else ""
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the culprits, a sentence about the reason, and advice."""
+    """Returns the culprits, a sentence that states the reason for the hang, and advice."""
     if not stuck:
         return (), "every recorded collective has ended on the ranks that called it", ""
     if different := next((call for call in stuck if call.mismatch), None):
@@ -332,7 +334,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         return (
             missing,
             f"{_ranks(missing)} left no dump, while others wait",
-            f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
+            f"read in the log how {_ranks(missing)} exited, and look for a lost machine",
         )
     if entered := next((call for call in stuck if call.is_entered), None):
         return (), *_endless(entered)
@@ -357,7 +359,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence about a call that all its ranks have entered, and advice."""
+    """Returns a sentence and advice about a call that all ranks have made and that does not end."""
     call = stuck.call
     if call.is_message:
         return (
@@ -373,17 +375,17 @@ def _endless(stuck: StuckCall) -> tuple[str, str]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles lists, dicts, texts and numbers alone."""
+    """Unpickles only lists, dicts, strings and numbers, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it contains an object of {module}.{name}")
+        raise pickle.UnpicklingError(f"the file contains an object of {module}.{name}")
 
     def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to another file")
+        raise pickle.UnpicklingError("the file refers to another file")
 
 
 def _read_dump(rank: int, path: Path) -> Dump:
-    data = read_bytes(path, "give a folder with dumps of torch's flight recorder", TraceError)
+    data = read_bytes(path, "pass a folder with dumps of torch's flight recorder", TraceError)
     content: Any
     try:
         if data.lstrip()[:1] == b"{":
@@ -397,8 +399,8 @@ def _read_dump(rank: int, path: Path) -> Dump:
     version = content.get("version") if isinstance(content, dict) else None
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise TraceError(
-            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; versions "
-            "2.x can be read: dump with a torch that writes them"
+            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; only "
+            "versions 2.x can be read: write the dump with a release of torch that uses them"
         )
     try:
         return _parse(rank, content)
@@ -437,7 +439,8 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """Returns the calls without the entries that stand for whole batches of messages.
 
-    torch notes the end of a batch at its own entry, and not at the messages before it.
+    torch marks only a batch's own entry as ended, not the messages before it. So the mark is copied
+    to these messages.
     """
     kept: list[RecordedCall] = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""Counts what held a rank's GPU back: power limit, heat, errors, processes of others, by NVML.
+"""Counts, with NVML, what slowed a rank's GPU down: power limit, heat, errors, other processes.
 
 Needs the package ``nvidia-ml-py``. Without it, or without NVIDIA's driver, nothing is counted.
 """
@@ -10,31 +10,31 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Name of the time in ns for which the power limit lowered the GPU's clock."""
+"""Counter name: time in ns for which the power limit lowered the GPU's clock."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Name of the time in ns for which the GPU's temperature lowered its clock."""
+"""Counter name: time in ns for which the GPU's temperature lowered its clock."""
 
 GPU_ERRORS = "gpu_memory_errors"
-"""Name of the number of errors in the GPU's memory that could not be corrected (ECC)."""
+"""Counter name: number of errors in the GPU's memory that could not be corrected (ECC)."""
 
 GPU_REPLAYS = "gpu_pcie_replays"
-"""Name of the number of PCIe packets that the GPU sent again."""
+"""Counter name: number of PCIe packets that the GPU sent again."""
 
 GPU_CLOCK = "gpu_clock_mhz"
-"""Name of the clock in MHz of the GPU's processors."""
+"""Counter name: clock in MHz of the GPU's processors."""
 
 GPU_FULL_CLOCK = "gpu_full_clock_mhz"
-"""Name of the highest clock in MHz for which they are made."""
+"""Counter name: maximum clock in MHz of the GPU's processors."""
 
 GPU_CELSIUS = "gpu_celsius"
-"""Name of the GPU's temperature in degrees Celsius."""
+"""Counter name: GPU's temperature in degrees Celsius."""
 
 GPU_WATTS = "gpu_watts"
-"""Name of the power in W that the GPU takes."""
+"""Counter name: power in W that the GPU takes."""
 
 GPU_OTHERS = "gpu_others"
-"""Name of the number of processes of others that compute on the GPU."""
+"""Counter name: number of processes outside the job that compute on the GPU."""
 
 GPU_COUNTERS = (
     GPU_POWER_LIMITED,
@@ -51,19 +51,19 @@ GPU_COUNTERS = (
 
 _SUMS = GPU_COUNTERS[:4]
 _EVERY_S = 1.0
-"""Least time in seconds between two readings, because NVML takes a millisecond."""
+"""Minimum time in seconds between two readings, because a reading takes NVML a millisecond."""
 _MILLI = 1000
 
 
 class GpuCounters:
-    """Reads the counters of one GPU. One thread must call all methods.
+    """Reads the counters of one GPU. All methods must be called from the same thread.
 
     Args:
         uuid: Id of the GPU, as in ``nvidia-smi -L``; empty for no GPU.
         ranks: Number of ranks of the job that share the GPU.
 
     Attributes:
-        why_not: Reason why nothing can be counted; empty if it can, or without a GPU.
+        why_not: Reason why nothing can be counted; empty if counting works, or without a GPU.
         missing: Names of the counters that this GPU, or this version of NVML, does not have.
     """
 
@@ -92,14 +92,14 @@ class GpuCounters:
             self.missing = tuple(name for name in GPU_COUNTERS if name not in self._values)
 
     def begin(self) -> None:
-        """Starts to count."""
+        """Takes the latest reading as the values from which :meth:`end` counts."""
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin`, and the present clocks, temperature and power.
+        """Returns the counts since :meth:`begin`, and current clocks, temperature and power.
 
-        A second must pass between two readings. Until then, sums are 0 and the rest is the last
-        reading.
+        The GPU is read at most once a second. Until the next reading, counts are 0, and the other
+        values are those of the last reading.
         """
         if self._nvml is None:
             return {}
@@ -130,7 +130,7 @@ class GpuCounters:
                 continue
             try:
                 self._values[name] = int(read())
-            except Exception:  # NVML of another version lacks functions, a GPU lacks counters
+            except Exception:  # this version of NVML, or this GPU, lacks the counter
                 self._values.pop(name, None)
         self._read_s = time.monotonic()
 
@@ -138,9 +138,10 @@ class GpuCounters:
         return int(self._nvml.nvmlDeviceGetViolationStatus(self._device, policy).violationTime)
 
     def _others(self) -> int:
-        """Returns how many processes use the GPU beside the job's ranks.
+        """Returns the number of processes that use the GPU in addition to the job's ranks.
 
-        In a container NVML may give ids of other namespaces, so processes are only counted.
+        In a container, NVML may report process ids of another namespace. So processes are only
+        counted, and their ids are not compared with those of the ranks.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         others = [process for process in running if int(process.pid) != os.getpid()]

@@ -1,7 +1,7 @@
 """Watches this machine's ranks from a separate process, and names the rank that blocks the job.
 
 The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
-It imports only the standard library, so it starts in milliseconds. Ranks need not respond to it::
+It imports only the standard library, so it starts fast. It works even if no rank responds::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
     rank 1   the same ───────────────> now_rank_00001.json ──┼─> this process: does nothing move?
@@ -37,8 +37,8 @@ _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Multiple of the hang limit for which ranks may compute between steps without other progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""A rank that uses more than this per second is working: processor time in seconds, processor time
-plus time in the run queue, bytes read and written. Monitoring threads alone use less."""
+"""Least use per second of a rank that is working: processor seconds, processor seconds plus seconds
+in the run queue, and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
 """Age in seconds above which a rank's status file is out of date; ranks write it each second."""
 _OTHERS_S = 11.0
@@ -115,7 +115,7 @@ class RankEvidence:
 
     @property
     def needs(self) -> Sequence[Sequence[Any]]:
-        """(Sender, kind, chunk, turn, microbatch as text) of each message that is waited for."""
+        """(Sender, kind, chunk, turn, microbatch as text) of each message the rank waits for."""
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
@@ -189,8 +189,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{item}, which {peer.name} sent: it is lost on the way between them",
-                    advice="check the network between the two (cable, firewall, interface)",
+                    f"{item}, which {peer.name} sent: the message was lost on the way",
+                    advice="check the network between these ranks (cable, firewall, interface)",
                 )
     circle = _circle(edges)
     if circle and any(by_rank[member].needs for member in circle):
@@ -199,17 +199,17 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="their orders contradict each other: check that all ranks have the same "
-            "--schedule-file, or take another --pipeline-schedule",
+            advice="their schedules contradict each other: check that all ranks have the same "
+            "--schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
         ranks=tuple(behind),
         cause="collective",
-        text="all ranks wait for others; "
+        text="all ranks wait for other ranks; "
         + "; ".join(f"{rank.name} {rank.place}" for rank in ranks[:4]),
-        advice="a collective that all have entered does not end: check the network between the "
-        "ranks, and the GPUs",
+        advice="all ranks have entered a collective, and it does not end: check the network "
+        "between the ranks, and the GPUs",
     )
 
 
@@ -223,12 +223,12 @@ class _Symptom(NamedTuple):
 
 
 _SYMPTOMS = (
-    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "ended", "look for its error above"),
+    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "ended", "find its error above"),
     _Symptom(
         "stopped",
         lambda rank: rank.state in ("T", "t"),
         "is stopped (by a signal or a debugger)",
-        "kill -CONT {pid} lets it continue",
+        "resume it with: kill -CONT {pid}",
     ),
     _Symptom(
         "file system",
@@ -240,7 +240,7 @@ _SYMPTOMS = (
         "interpreter lock",
         lambda rank: rank.state in ("R", "S") and bool(rank.now) and rank.age_s > _STALE_S,
         "lets no other Python thread of its process run (C code holds the interpreter's lock)",
-        "look at that call; code in C must release the lock (GIL) while it waits",
+        "look at the C function that it calls; it must release the lock (GIL) while it waits",
     ),
     _Symptom(
         "silent machine",
@@ -252,7 +252,7 @@ _SYMPTOMS = (
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ``Culprit`` for a rank that waits for no other: its cause, text and advice."""
+    """Returns the ``Culprit`` for a rank that waits for no other rank, with cause and advice."""
     missed = next(
         (
             f", while others wait in collective {max(waiting_in)} of the group of ranks "
@@ -273,15 +273,15 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "the file with all stacks shows which thread holds it"
+        advice = "find the thread that holds the lock in the file with all stacks"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
-        advice = "check it with nvidia-smi and dmesg"
+        advice = "check the GPU with nvidia-smi and dmesg"
     else:
         cause = "collective" if missed else "code"
-        activity = "does something else" if missed else "waits for no rank"
-        advice = "look at the code it is in"
+        activity = "runs other code" if missed else "waits for no other rank"
+        advice = "look at the code that it executes"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),
@@ -308,13 +308,13 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers, if above ``begun``, of the group's collectives in which ranks wait."""
+    """Returns the numbers above ``begun`` of the group's collectives in which ranks wait."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those it waits for: senders of inputs, or late ranks of a collective."""
+    """Maps each rank to those that it waits for: senders of inputs, or late collective members."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -381,7 +381,7 @@ class Stillness:
 
     Attributes:
         paused: Number of collectives begun in each process group, if every rank is between two
-            steps of a user's own training loop and waits for no other; otherwise ``None``.
+            steps of a user's own training loop and waits for no other rank; otherwise ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -508,7 +508,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # Without a handler the signal kills; a rank with a report has installed its handler.
+        # Without a handler the signal would kill the rank; a rank that has reported has one.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # A watcher of another machine that sends evidence has found a hang and waits for ours.
+        # Another machine's watcher that sends evidence has found a hang and waits for an answer.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:

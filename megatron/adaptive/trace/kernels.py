@@ -1,8 +1,9 @@
 """Defines the files with the operators and kernels of single steps, for ``--trace-detail kernels``.
 
-A rank that records them has a file ``kernels_rank_00000.jsonl`` beside its trace, with a line per
-step. A step has the total of each name, and start and length of its longest :data:`MOST_KEPT`
-kernels. Their times are those of the rank's monotonic clock, as in its trace::
+A rank that records kernels has a file ``kernels_rank_00000.jsonl`` beside its trace file, with a
+line per step. A line has the number and total time of the kernels of each name, and the start and
+length of the :data:`MOST_KEPT` longest kernels. Starts are on the rank's monotonic clock, as in its
+trace file::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
      "totals": [[number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
@@ -24,14 +25,17 @@ from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
-"""Maximum number of kernels of a step whose times are kept: less than a megabyte."""
+"""Maximum number of kernels of a step whose times are kept; they take less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of names of a step; the rest are added up as :data:`OTHERS`."""
+"""Maximum number of kernel names of a step.
+
+Kernels with other names are added up under the name :data:`OTHERS`.
+"""
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name of the action of kernels that begin in no action."""
+"""Name in place of an action for kernels that begin in no action."""
 
 _LONGEST_NAME = 200
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
@@ -47,13 +51,14 @@ class TimedKernel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepKernels:
-    """Contains the kernels of a rank in a step.
+    """Contains the kernels that a rank ran in one step.
 
     Attributes:
         iteration: Number of the iteration.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
-        totals: Number of kernels and their time in ns, by name; those that are not kept included.
-        kept: Kernels with their times, in the order of their start.
+        totals: Number of kernels and their total time in ns, by name. Kernels that are not in
+            ``kept`` are included.
+        kept: Longest kernels of the step with their times, sorted by start.
     """
 
     iteration: int
@@ -63,7 +68,7 @@ class StepKernels:
 
 
 def summed(iteration: int, device: str, kernels: Iterable[TimedKernel]) -> StepKernels:
-    """Returns the totals of a step's kernels, and the longest of them."""
+    """Adds up the kernels of a step by name, and keeps the times of the longest kernels."""
     listed = [kernel._replace(name=kernel.name[:_LONGEST_NAME]) for kernel in kernels]
     totals: dict[str, tuple[int, int]] = {}
     for name, start_ns, end_ns in listed:
@@ -89,7 +94,7 @@ def kernels_path(folder: Path, rank: int) -> Path:
 
 
 def add_step(folder: Path, rank: int, step: StepKernels) -> None:
-    """Adds a step to the file of a rank.
+    """Appends the kernels of a step to the rank's file.
 
     Raises:
         OSError: The file cannot be written.
@@ -111,12 +116,13 @@ def add_step(folder: Path, rank: int, step: StepKernels) -> None:
 
 
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
-    """Returns the steps of a rank with kernels, whose times are on the run's clock.
+    """Reads the kernels of a rank, step by step, with times on the run's common clock.
 
-    A last line that was cut off is left out.
+    The result is empty if the rank has no readable file of kernels. A line that was cut off at the
+    end of the file is ignored.
 
     Raises:
-        TraceError: A line has another content.
+        TraceError: A line does not have the form that :func:`add_step` writes.
     """
     trace = run.ranks[rank]
     path = kernels_path(trace.index.path.parent, rank)
@@ -130,8 +136,8 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
             step = _step(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
             raise TraceError(
-                f"{path}, line {number}, has no kernels of a step: this program wrote other lines;"
-                " delete the file, or record it again"
+                f"{path}, line {number}, has no kernels of a step: the file is damaged; delete it,"
+                " or record it again"
             ) from None
         times = [time for kernel in step.kept for time in kernel[1:]]
         on_clock = trace.on_clock(times)
@@ -165,14 +171,14 @@ def _step(record: Any) -> StepKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFigures:
-    """Contains the time of the kernels of a name within one kind of action, in a step of a rank.
+    """Contains the total time of a rank's kernels with one name in one kind of action of a step.
 
     Attributes:
         rank: Global rank.
         action: Kind of action (``F``, ``B``, ``W``, ``reduce``, ``optimizer``) or ``outside``.
         name: Name of the kernels.
-        count: Number of kernels.
-        total_ms: Time of all of them in ms.
+        count: Number of these kernels.
+        total_ms: Total time of these kernels in ms.
     """
 
     rank: int
@@ -183,7 +189,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns the kept kernels of a step by rank, action and name, those with the most time first.
+    """Adds up the kept kernels of a step by rank, action and name; longest total time first.
 
     Args:
         run: Trace of the run.

@@ -14,10 +14,10 @@ the interleaved schedule with p ranks and c chunks::
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-Pauses between iterations are left out. This module adds ``#`` lines with names, and the iteration's
-number at the end of a marker; the script ignores both. ``weight start`` and ``weight finished``
-stand for W. The format cannot express waits, message sizes and memory, which the JSON-lines files
-contain.
+Pauses between iterations are not written. This module adds ``#`` lines with the names of run,
+schedule and placement, and the iteration's number at the end of a marker; the script ignores both.
+``weight start`` and ``weight finished`` stand for W. The format cannot express waits, message sizes
+and memory, which the JSON-lines files contain.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     if max(contents.rows) >= num_ranks:
         raise TraceError(
             f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
-            "ranks; restore its name"
+            "ranks; give the file its old name"
         )
     traces = {}
     for rank, by_iteration in sorted(contents.rows.items()):

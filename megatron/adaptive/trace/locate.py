@@ -31,7 +31,10 @@ _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
 _HERE = Path()
 PARENTS = (_RUNS, Path("logs"), _HERE)
-"""Folders searched for runs by default. The current folder is searched only as a run's folder."""
+"""Folders that are searched for runs by default.
+
+The current folder itself may be a run's folder; its other subfolders are not searched.
+"""
 
 _LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
 _TEXT = "trace_pipeline_*_model_chunks_*.txt"
@@ -138,7 +141,7 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time of the latest change of a run's files; ``None`` if none matches."""
+    """Returns the time of the latest change of a run's files; ``None`` if no file matches."""
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):

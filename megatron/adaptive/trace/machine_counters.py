@@ -1,6 +1,6 @@
 """Counts what kept a rank from computing: other programs, quotas, lack of memory, disks, networks.
 
-The kernel counts these for every process and for the whole machine::
+The Linux kernel counts these causes for every process or for the whole machine::
 
     /proc/self/task/*/schedstat      time that a thread was ready and had no processor, and
                                      how often it then got one
@@ -14,8 +14,8 @@ The kernel counts these for every process and for the whole machine::
     /sys/devices/system/cpu          clock of a processor and its limit
     /sys/class/{net,infiniband}      errors and speed of network ports
 
-The files stay open, so that reading all of them takes tens of microseconds. A file that a machine
-lacks, or that this process may not read, is left out.
+The files stay open, so that reading all of them takes tens of microseconds. If the machine lacks a
+file, or this process may not read it, the counters of that file are missing.
 """
 
 from __future__ import annotations
@@ -44,58 +44,58 @@ from megatron.adaptive.trace.network_counters import (
 )
 
 ELAPSED = "elapsed_ns"
-"""Name of the time in ns over which the other counters counted."""
+"""Counter name: time in ns over which the other counters counted."""
 
 PROCESSOR_WAIT = "processor_wait_ns"
-"""Name of the time in ns that a thread of this process was ready and had no processor.
+"""Counter name: time in ns that a thread of this process was ready to run but had no processor.
 
-It is the time of the thread that waited longest.
+Only the thread that waited longest is counted.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the mean time in ns that the same thread waited before each turn on a processor.
+"""Counter name: mean time in ns of one wait for a processor, of the thread that waited longest.
 
-It is how late a message may be seen because its receiver had no processor.
+A receiver without a processor may notice a message later by this time.
 """
 
 THROTTLED = "throttled_ns"
-"""Name of the time in ns for which a control group's quota stopped the processes in the group."""
+"""Counter name: time in ns for which a control group's quota stopped the processes in the group."""
 
 STEAL = "steal_ns"
-"""Name of the time in ns that the host gave to other virtual machines, mean over processors."""
+"""Counter name: time in ns that the host gave to other virtual machines, mean over processors."""
 
 MEMORY_WAIT = "memory_wait_ns"
-"""Name of the time in ns in which a program of the machine waited for memory (reclaim or swap)."""
+"""Counter name: time in ns in which a program of the machine waited for memory (reclaim, swap)."""
 
 DISK_WAIT = "disk_wait_ns"
-"""Name of the time in ns in which a program of the machine waited for a disk."""
+"""Counter name: time in ns in which a program of the machine waited for a disk."""
 
 DISK_PAGES = "disk_pages"
-"""Name of the number of pages for which this process waited while they were read from disk."""
+"""Counter name: number of pages for which this process waited while they were read from disk."""
 
 DISK_READ = "disk_read_bytes"
-"""Name of the number of bytes that this process and its children read from a disk.
+"""Counter name: number of bytes that this process and its children read from a disk.
 
-It is the count of the process that read most. Pages that were in memory do not count.
+Only the process that read most is counted, without reads from the page cache.
 """
 
 CLOCK = "clock_khz"
-"""Name of the clock in kHz of the processor that this process used last."""
+"""Counter name: clock in kHz of the processor that this process used last."""
 
 CLOCK_LIMIT = "clock_limit_khz"
-"""Name of the limit in kHz that is set for this processor's clock."""
+"""Counter name: limit in kHz that is set for this processor's clock."""
 
 FULL_CLOCK = "full_clock_khz"
-"""Name of the highest clock in kHz for which this processor is made."""
+"""Counter name: maximum clock in kHz that this processor's hardware allows."""
 
 MACHINE_BUSY = "machine_busy_ns"
-"""Name of the processor time in ns that all programs of the machine used."""
+"""Counter name: processor time in ns that all programs of the machine used."""
 
 OWN_BUSY = "own_busy_ns"
-"""Name of the processor time in ns that this process used."""
+"""Counter name: processor time in ns that this process used."""
 
 PROCESSORS = "processors"
-"""Name of the number of processors that this process may use now."""
+"""Counter name: number of processors that this process may use now."""
 
 COUNTERS = (
     ELAPSED,
@@ -140,7 +140,7 @@ _CLOCKS = {
     CLOCK_LIMIT: "scaling_max_freq",
     FULL_CLOCK: "cpuinfo_max_freq",
 }
-"""Name of a processor's file with each clock."""
+"""Maps each counter of a clock to the name of the processor's file that contains it."""
 
 _PROCESSORS = "/sys/devices/system/cpu"
 _MOST_THREADS = 64
@@ -150,11 +150,11 @@ _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
 """Indices of user, nice, system and interrupt times in the first line of ``/proc/stat``."""
 _STEAL_FIELD = 8
-"""Index of the stolen time in the same line."""
+"""Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
 """Index of the major page faults in ``/proc/self/stat``, counted from the state."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index of the processor that ran the process last in the same file, counted from the state."""
+"""Index in ``/proc/self/stat``, counted from the state, of the processor used last."""
 _NS_PER_US = 1000
 
 
@@ -176,7 +176,7 @@ class _Source(Generic[_Value]):
     parse: Callable[[bytes], _Value]
 
     def value(self) -> _Value | None:
-        """Returns the counter; ``None`` if the kernel does not give it."""
+        """Returns the counter; ``None`` if the kernel does not provide it."""
         try:
             self.file.seek(0)
             return self.parse(self.file.read(_MOST_BYTES))
@@ -187,7 +187,7 @@ class _Source(Generic[_Value]):
 class MachineCounters:
     """Reads the counters of this process and its machine.
 
-    One thread must call all methods.
+    All methods must be called from the same thread.
 
     Args:
         gpu_uuid: Id of the process's GPU, as in ``nvidia-smi -L``; empty for none.
@@ -195,8 +195,8 @@ class MachineCounters:
         interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
-        missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
-            can be read, the reason stands for all of them.
+        missing: Names of the counters that this machine lacks, or that this process may not read.
+            If no counter of the GPU can be read, one entry states the reason for all of them.
     """
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
@@ -222,17 +222,18 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Starts to count."""
+        """Reads all counters, from whose values :meth:`end` counts."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin` by name, without those that are 0."""
+        """Returns the counts since :meth:`begin` by name; a counter that is 0 is missing."""
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
-            # Sources of a counter are nested groups, threads or processes: the largest matters.
+            # A counter may have several sources, such as nested control groups or processes. Their
+            # counts overlap, so the largest is reported.
             counted = value - self._begun.get((name, source), value)
             counts[name] = max(counts[name], counted)
         counts[PROCESSOR_WAIT], counts[TURN_WAIT] = self._waits()
@@ -277,10 +278,10 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns what the thread that waited longest waited since :meth:`begin`, in ns.
+        """Returns how long the thread that waited longest waited for a processor.
 
         Returns:
-            Time of all its waits for a processor, and the mean of one.
+            Total time of its waits since :meth:`begin`, and mean time of one wait, in ns.
         """
         longest = _Turns(0, 0)
         for thread, turns in self._turns.items():
@@ -303,9 +304,9 @@ class MachineCounters:
         return {name: source.value() or 0 for name, source in self._clocks.items()}
 
     def _open_clocks(self, processor: int) -> None:
-        """Opens the files of a processor's clocks, and closes those of the one before.
+        """Opens the files of a processor's clocks, and closes those of the previous processor.
 
-        A machine may have more processors than a process may have open files.
+        The files of all processors may be more than a process may have open.
         """
         for source in self._clocks.values():
             source.file.close()
@@ -319,7 +320,7 @@ class MachineCounters:
         self._processor = processor
 
     def _list_threads(self) -> None:
-        """Opens the files of threads that have begun, and closes those of threads that ended."""
+        """Opens the files of new threads, and closes the files of threads that have ended."""
         try:
             listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
         except OSError:
@@ -327,7 +328,10 @@ class MachineCounters:
         _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _turns)
 
     def _list_readers(self) -> None:
-        """Does the same for this process and its children, which may read data for it."""
+        """Opens the files of this process and of its children, which may read data for it.
+
+        The files of children that have ended are closed.
+        """
         listed = {"self"}
         for thread in self._threads:
             file = _opened(f"/proc/self/task/{thread}/children")
@@ -360,8 +364,8 @@ def _renew(
 
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
-    """Iterates over the files with counters of the machine and of the process, by counter."""
-    # A quota may lie on any group up to the root.
+    """Yields (counter name, open file) for the counters of the machine and of this process."""
+    # Any control group from the process's own up to the root may have a quota.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -433,7 +437,7 @@ def _last_processor(text: bytes) -> int:
 
 
 def _turns(text: bytes) -> _Turns:
-    """Returns what ``schedstat`` says of a thread's waits for a processor."""
+    """Returns a thread's waits for a processor from the text of its ``schedstat``."""
     _, waited_ns, number = text.split()
     return _Turns(int(waited_ns), int(number))
 

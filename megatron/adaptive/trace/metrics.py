@@ -37,15 +37,22 @@ PARTS = {
     "after": "after",
     "rest": "rest",
 }
-"""Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports."""
+"""Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports.
+
+``before`` is the time from the step's start to the rank's first action, ``after`` the time from the
+rank's last action to the step's end, and ``rest`` the time that belongs to no other part.
+"""
 
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Total file size in bytes up to which one process reads all files, as more would be slower."""
+"""Maximum total size in bytes of the files that one process reads alone.
+
+For files smaller than this, several processes would take longer.
+"""
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from a send's end to the action's end if the action includes the send."""
+"""Maximum time in ns from the end of a send to the end of the action that includes the send."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,7 +69,8 @@ class RankFigures:
         start_ns: Start of the first action in ns on the common clock; 0 if there is none.
         end_ns: End of the last action in ns on the common clock; 0 if there is none.
         num_actions: Number of actions.
-        busy_ns: Time in ns during which at least one action ran, without the sends at their ends.
+        busy_ns: Time in ns during which at least one action ran, without the sends at the ends of
+            actions.
         wait_ns: ``[iterations, causes]``, waiting time in ns by cause, in the order of
             :data:`WAIT_CAUSES`.
         first_wait_ns: Waiting time in ns before the first action, which ``wait_ns`` includes.
@@ -467,7 +475,7 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 
 
 def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns the maximum number of F without their B per iteration."""
+    """Returns, per iteration, the maximum number of forward passes without their backward pass."""
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step)
     before = np.concatenate([[0], held])[begins]
@@ -481,12 +489,12 @@ class LayerFigures:
 
     Attributes:
         layer: Index of the layer in the model; layers of multi-token prediction come last.
-        pp_rank: Pipeline rank of the layer.
+        pp_rank: Pipeline rank that has the layer.
         forward_ms: Time of all forward passes, mean over the ranks that have the layer.
         backward_ms: Time of all backward passes, mean over the same ranks.
-        runs: Number of forward passes of a rank.
+        runs: Number of the layer's forward passes on the slowest rank.
         slowest_rank: Global rank on which the layer took longest.
-        slowest_ms: Time of all passes on that rank.
+        slowest_ms: Time of all passes of the layer on the slowest rank.
     """
 
     layer: int
@@ -499,7 +507,7 @@ class LayerFigures:
 
 
 def layer_figures(run: RunTrace, iteration: int) -> list[LayerFigures]:
-    """Returns the times of each layer in an iteration, empty if the trace has none."""
+    """Returns the times of each layer in an iteration; empty if layers were not timed."""
     of_layer: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, trace in run.ranks.items():
         for layer, *times in trace.layers(iteration):

@@ -4,8 +4,9 @@ The files are the traces with the spans of the latest iterations, each rank's st
 current action (``status_files``), and the trainer's progress file. Any of them may be missing.
 Clocks of several machines are compared by their time of day, which is exact enough for a display.
 
-Nothing is read twice. Of a large trace file, only the header and the end are read at first. Each
-marker contains a size by which older spans are skipped. Only complete blocks of spans are read.
+No data is read twice. If a trace file is large, only its header and its end are read at first. Each
+marker contains the size of its spans, so that older spans are skipped. Only complete blocks of
+spans are read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ Ranks write a report twice a second.
 """
 
 LONG_S = 60.0
-"""Limit like ``SILENT_S`` for a rank without status reports, which writes only once per step."""
+"""Seconds without a write after which a rank without status reports is shown as silent.
+
+Such a rank writes only once per step.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +66,15 @@ class LiveRank:
         rank: Global rank.
         header: Header of the rank's trace; ``None`` if the rank has no trace yet.
         now: Last status report of the rank; ``None`` if there is none.
-        age_s: Seconds since the rank last wrote to its files; ``None`` if it never did.
+        age_s: Seconds since the rank last wrote to its files; ``None`` if it never wrote.
         is_gone: Whether the rank's process has ended.
         iteration: Number of the latest iteration in the rank's trace, 0 for none.
-        held_bytes: Maximum total size of the activations held in that iteration, in bytes.
+        held_bytes: Maximum total size of the activations held in the latest iteration, in bytes.
         busy: Fraction of the step time in which the rank computes; ``None`` if unknown.
         waits: Fraction of the step time in which the rank waits, by cause.
         compute_ms: Total time of the rank's actions per iteration in ms; ``None`` if unknown.
-        slow: Ratio of the rank's computing time to the expected time, if the latest diagnosis found
-            the rank slow; else ``None``.
+        slow: Ratio of the rank's computing time to the expected time. ``None`` unless the latest
+            diagnosis found the rank slow.
         problem: Reason why the trace file cannot be read; empty if it can.
     """
 
@@ -89,7 +93,7 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the rank has closed its trace, so that it ended normally."""
+        """Whether the rank has closed its trace, which means that it ended normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
@@ -102,7 +106,7 @@ class Snapshot:
         ranks: State of each rank of the run, with or without a trace; empty if no file exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
         detail: Reason for the state, such as the silent ranks; may be empty.
-        age_s: Seconds since any rank last wrote to its files; ``None`` if none did.
+        age_s: Seconds since any rank last wrote to its files; ``None`` if no rank ever wrote.
         iteration: Number of the latest iteration in any file, 0 for none.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
         step_ms: Median time of an iteration in ms, as the trainer reports it. Without reports, the
@@ -198,7 +202,7 @@ class LiveRun:
         self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
-        """Reads what was added to the files, and returns the state of the run."""
+        """Reads the data added to the files, and returns the state of the run."""
         folder = self._folder / TRACES
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
@@ -248,7 +252,7 @@ class LiveRun:
 
 
 class RankTail:
-    """Reads what was added to one rank's trace file each time :meth:`refresh` is called.
+    """Reads the data added to one rank's trace file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the trace file.
@@ -279,7 +283,7 @@ class RankTail:
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads what the rank has added to the file, and returns whether there was anything."""
+        """Reads the data that the rank has added to the file; returns whether there was any."""
         try:
             status = self.path.stat()
         except OSError:
@@ -407,7 +411,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # it reported just now, or runs on another machine and cannot be checked
+        return False  # the rank has just reported, or runs on another machine, where /proc differs
     return not os.path.exists(f"/proc/{header.pid}")
 
 
@@ -428,7 +432,7 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; stopped, or killed on another machine?"
+        return "silent", "no rank reports; was it stopped, or killed on another machine?"
     return "running", f"no report from {_ranks(silent)}" if silent else ""
 
 

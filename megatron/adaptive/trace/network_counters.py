@@ -1,9 +1,10 @@
 """Counts lost TCP segments of this process and errors of its machine's network ports.
 
-The kernel counts the segments of each connection (``TCP_INFO``), so that what other programs lose
-does not matter. Connections of gloo, of NCCL over sockets and of the job's store are among these.
-Ports of Ethernet and RDMA have files for their errors. The speed is that of the interface that the
-job uses, because others, such as those for management, do not slow it down::
+The kernel counts the segments of each connection (``TCP_INFO``), so that losses of other programs
+are not counted. The connections include those of gloo, of NCCL over sockets and of the job's store.
+Ports of Ethernet and RDMA have files for their errors. The speed is read only for the interface
+that the job uses, because other interfaces, such as those for management, do not slow the job
+down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
@@ -20,22 +21,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SENT_SEGMENTS = "sent_segments"
-"""Name of the number of TCP segments that this process sent."""
+"""Counter name: number of TCP segments that this process sent."""
 
 RESENT_SEGMENTS = "resent_segments"
-"""Name of the number of TCP segments that it sent again, because no receipt came in time."""
+"""Counter name: number of TCP segments that this process sent again (retransmitted)."""
 
 LINK_ERRORS = "link_errors"
-"""Name of the number of packets with errors, or dropped, at the worst of the machine's ports."""
+"""Counter name: number of packets with errors or of dropped packets, on the port with the most."""
 
 LINK_RETRIES = "link_retries"
-"""Name of the number of packets that an RDMA port of the machine sent again, for one reason."""
+"""Counter name: number of packets that an RDMA port sent again, for the most frequent reason."""
 
 LINK_PAUSES = "link_pauses"
-"""Name of the number of ticks in which an RDMA port had data and was not allowed to send."""
+"""Counter name: number of ticks in which an RDMA port had data to send but no credits."""
 
 LINK_SPEED = "job_link_mbit_per_s"
-"""Name of the speed in Mbit/s of the network interface that the job uses."""
+"""Counter name: speed in Mbit/s of the network interface that the job uses."""
 
 _INFO_BYTES = 144
 _RESENT_OFFSET = 100
@@ -51,7 +52,10 @@ _RETRIES = ("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_n
 
 
 class TcpCounters:
-    """Reads the counters of this process's TCP connections. One thread must call all methods."""
+    """Reads the counters of this process's TCP connections.
+
+    All methods must be called from the same thread.
+    """
 
     def __init__(self) -> None:
         self._connections: list[int] = []
@@ -60,7 +64,7 @@ class TcpCounters:
         self._size = ctypes.c_uint32()
 
     def list_connections(self) -> None:
-        """Finds the connections that are open now, up to 64."""
+        """Finds the connections that are open now, at most 64, for later calls of :meth:`read`."""
         self._connections = []
         try:
             listed = os.listdir("/proc/self/fd")
@@ -82,7 +86,7 @@ class TcpCounters:
         return {number: of_one for number, of_one in counts if of_one is not None}
 
     def _counts(self, descriptor: int) -> tuple[int, int] | None:
-        """Returns the counts of a descriptor; ``None`` if it is no TCP connection (any more)."""
+        """Returns the counts of a descriptor; ``None`` if it is not an open TCP connection."""
         if self._library is None:
             return None
         self._size.value = _INFO_BYTES
@@ -111,8 +115,8 @@ def increase(
 
     Args:
         before: First reading.
-        after: Second reading. A connection that was not open before, or that was replaced by
-            another one, does not count.
+        after: Second reading. A connection does not count if it was not open at the first reading,
+            or if its file descriptor now belongs to another connection.
     """
     sent = resent = 0
     for descriptor, (sent_after, resent_after) in after.items():
@@ -134,7 +138,7 @@ def retry_files() -> list[Path]:
 
 
 def pause_files() -> list[Path]:
-    """Returns the files with counts of ticks in which RDMA ports had data and might not send."""
+    """Returns the files with counts of ticks in which RDMA ports had data but no credits."""
     return [port / "counters" / "port_xmit_wait" for port in _rdma()]
 
 
@@ -148,7 +152,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Iterates over the folders of ports with a device of their own, so not ``lo`` or bridges."""
+    """Iterates over the folders of ports that are devices, which ``lo`` and bridges are not."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port
@@ -167,7 +171,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the first word of a file as a whole number; 0 if it is none."""
+    """Returns the first word of a file as a whole number; 0 if it is not a number."""
     try:
         return int(float(path.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

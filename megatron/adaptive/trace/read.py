@@ -94,13 +94,13 @@ class RankTrace:
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of an iteration's microbatches; empty if all are the same."""
+        """Returns the sizes of an iteration's microbatches; empty if all have the same size."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers by iteration, of the iterations with a recorded load of the rank's experts."""
+        """Markers, by iteration, of the iterations in which the experts' load was recorded."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
@@ -110,12 +110,12 @@ class RankTrace:
         return blocks[0].marker.machine if blocks else {}
 
     def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the rows of an iteration's layers, see ``IterationStart``; empty if unknown."""
+        """Returns ``IterationStart.layers`` of an iteration; empty if layers were not timed."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns first passes of layers with times on the run's clock, see ``IterationStart``."""
+        """Returns ``IterationStart.layer_passes`` of an iteration, on the run's common clock."""
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
@@ -145,10 +145,11 @@ class RankTrace:
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """Returns the spans of some iterations, without those that were not recorded.
+        """Returns the spans of some iterations.
 
         Args:
-            iterations: Numbers of the iterations; ``None`` for all.
+            iterations: Numbers of the iterations; ``None`` for all. Iterations that were not
+                recorded are ignored.
 
         Raises:
             TraceError: A line is damaged, or the file no longer exists.
@@ -183,7 +184,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans by iteration. If an iteration was run twice, those of its last run."""
+        """Blocks of spans by iteration; of an iteration that ran twice, those of its last run."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -201,7 +202,7 @@ class RunTrace:
         origin: Path of the folder or file that was read.
         run: Id of the run.
         world_size: Number of processes of the run.
-        num_ranks: Number of pipeline ranks.
+        num_ranks: Number of ranks in each pipeline.
         num_chunks: Number of model chunks per rank.
         ranks: Trace of each global rank.
         alignment: Clocks of the run and their offsets to the common time.
@@ -255,7 +256,7 @@ class RunTrace:
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
     def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
-        """Returns the iterations of which all forward and backward passes were recorded.
+        """Returns the iterations in which all forward and backward passes were recorded.
 
         Ranks without a trace file are ignored.
 
@@ -336,7 +337,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Maps each rank to its trace file in a folder (not in subfolders); empty if there are none."""
+    """Maps each rank to its trace file in a folder, without subfolders; empty if it has none."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -357,7 +358,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     files = trace_files(folder)
     if not files:
         state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
-        raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
+        raise TraceError(f"{folder} {state}; pass the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
     if not headers:
@@ -365,8 +366,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     for rank, header in headers.items():
         if header.rank != rank:
             raise TraceError(
-                f"{files[rank]} has the header of rank {header.rank}, the file is named after rank "
-                f"{rank}; restore its name"
+                f"{files[rank]} has the header of rank {header.rank}, but it is named after rank "
+                f"{rank}; give the file its old name"
             )
     _check_one_run(folder, headers)
     traces, alignment = _on_one_clock(indexes, headers)
@@ -409,7 +410,7 @@ def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
                 for name in different
             )
             raise TraceError(
-                f"{folder} mixes {kind}: {listed}; keep the files of one and move the rest"
+                f"{folder} mixes {kind}: {listed}; move the files of all but one to other folders"
             )
 
 

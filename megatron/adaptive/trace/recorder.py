@@ -8,8 +8,8 @@ dropped and a warning is printed. Afterwards, a record in the file lists the mis
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
-If the thread gets a function that reads the rank's state, it also updates the rank's status file
-``now_rank_*.json`` (``status_files``). If the run is killed, its trace file still ends with a
+After :meth:`Recorder.watch`, the thread also updates the rank's status file ``now_rank_*.json``
+(``status_files``). If the run is killed, its trace file still ends with a
 complete line, and only the iterations in the queue are missing. This module does not import torch
 and never reads a GPU's clock: the caller passes all times.
 """
@@ -72,8 +72,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             header: Description of the rank, which becomes the first line of the file.
 
         Raises:
-            TraceError: The folder already has a trace of this rank, or the file cannot be written
-                for another reason than a full or failing disk.
+            TraceError: The folder already has a trace of this rank, or the file cannot be written.
+                A full or failing disk is not an error here: spans are dropped until it recovers.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
@@ -126,7 +126,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             iteration: Number of the iteration, as in the training log.
             num_microbatches: Number of microbatches in the iteration.
             start_ns: Start of the iteration in ns on the spans' clock; ``None`` for now.
-            lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all are equal.
+            lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
+                have the same size.
         """
         self.end_iteration()
         if self._open:
@@ -135,7 +136,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds spans to the current iteration; drops them if there is none. Never blocks."""
+        """Adds spans to the current iteration, or drops them outside iterations. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
@@ -144,7 +145,8 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             exchange_ns: Time in ns that actions waited for all-to-all exchanges of tokens.
-            tokens: A row per MoE layer: its index, the first expert's index, tokens per expert.
+            tokens: A row per MoE layer, as in ``IterationStart.tokens``: index of the layer, index
+                of the rank's first expert, number of tokens of each expert.
         """
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
@@ -180,8 +182,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s. If that wait is in vain, iterations are
-        dropped at once until the queue has free space.
+        Blocks only if the queue is full, for at most 10 s. If the queue is still full then, this
+        iteration is dropped. Later iterations are dropped without a wait until the queue has space.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -201,7 +203,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Puts clock samples into the queue of the writer thread; drops them if it is full."""
+        """Puts clock samples into the writer thread's queue; drops them if the queue is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
@@ -224,8 +226,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The wait is limited, because the thread may hang while it writes to a disk. It is a daemon
-        # thread, so the process can end nevertheless.
+        # The wait is limited, because the thread may hang while it writes to a disk. The thread is
+        # a daemon thread, so the process can exit even then.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
 

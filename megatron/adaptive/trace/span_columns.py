@@ -4,7 +4,8 @@ A table stores millions of spans in one numpy array per column, without an objec
 chart of few spans, :meth:`TraceTable.spans` makes objects.
 
 Sender and receiver identify a message by the iteration, the two ranks, and the receiver's action
-that needs the message as input. By these, :func:`match_messages` finds the receive of each send.
+that needs the message as input. With these values, :func:`match_messages` finds the receive that
+belongs to each send.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class TraceTable:
 
         Args:
             iteration: ``[spans]``, number of each span's iteration.
-            columns: Array ``[spans]``, or one number for all spans, by name of the column. Other
-                columns get -1 or 0, which stands for "none".
+            columns: Array ``[spans]``, or one number for all spans, by name of the column. Columns
+                that are not passed get -1 or 0, which stands for "none".
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -189,7 +190,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
 
     Args:
         haystack: Columns ``[rows]`` of the table to search.
-        needles: The same columns ``[needles]`` of the rows to find.
+        needles: Columns ``[needles]`` of the rows to find, in the same order as in ``haystack``.
 
     Returns:
         ``[needles] int64``, index of the first equal row in ``haystack``; -1 for none.
@@ -221,7 +222,7 @@ _SAME = ("iteration", "of", "chunk", "microbatch")
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Holds messages whose send and receive were both recorded; each column is ``[messages]``.
+    """Holds messages whose send and receive were both recorded; each array is ``[messages]``.
 
     Attributes:
         iteration: Number of the iteration, ``int64``.
@@ -231,10 +232,11 @@ class Messages:
         chunk: Model chunk of that action on the receiver.
         microbatch: Microbatch of that action.
         sent_ns: Start of the send in nanoseconds.
-        arrived_ns: Arrival in nanoseconds; if not ``seen``, the receiver noticed the message then.
+        arrived_ns: Time in nanoseconds at which the receiver noticed the message. If ``seen`` is
+            true, the message arrived at that time; otherwise it may have arrived earlier.
         taken_ns: Start in nanoseconds of the action that needs the message.
         bytes: Size of the message in bytes.
-        seen: Whether the arrival's time is exact, ``bool``.
+        seen: Whether ``arrived_ns`` is the exact arrival time, ``bool``.
     """
 
     iteration: Ints
@@ -258,10 +260,10 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
     """Finds the receive of each send between the given ranks.
 
     Args:
-        tables: Spans by global rank. Messages from or to other ranks are left out.
+        tables: Spans by global rank. Messages from or to other ranks are ignored.
 
     Returns:
-        Messages, ordered by receiver and then as in the receiver's file.
+        Messages, sorted by receiver, then in the order of the receiver's file.
     """
     ranks = sorted(tables)
     sides, owners = [], []

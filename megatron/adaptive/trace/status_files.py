@@ -210,12 +210,12 @@ class ProgressTail:
 
     Args:
         path: Path of the progress file, which need not exist yet.
-        kept: Number of lines about iterations to keep. ``None`` to keep all; then even a large file
-            is read from its beginning.
+        kept: Number of lines about iterations to keep. ``None`` to keep all lines, and to read even
+            a large file from its beginning.
 
     Attributes:
         records: Latest lines about iterations, as dicts.
-        start: Line about the latest start of the run; empty before the first.
+        start: Line about the latest start of the run; empty if the file has no such line.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
         ended: Reason why the run ended; empty if it has not ended.
         ended_ns: Time of the run's end in nanoseconds since 1970, 0 if unknown.
@@ -239,7 +239,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads the lines added since the last call, and returns them all, of every type."""
+        """Reads the lines added since the last call, and returns the records of all types."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())

@@ -37,7 +37,8 @@ class PipelineStep:
             ``reason``. Empty if the trace has no waits.
         dp_rank: Data-parallel rank of the pipeline.
         num_replicas: Number of data-parallel replicas that have traces.
-        lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all are equal.
+        lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
+            have the same size.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
         bubble_note: Remark to print after a bubble; empty unless ranks share a GPU.
         num_slices: Number of slices of each microbatch; 1 for whole microbatches.
@@ -108,7 +109,7 @@ class PipelineStep:
     def label(self, pp_rank: int) -> str:
         """Returns the label for a rank's row in a chart.
 
-        It is, for example, ``stage 1``, or with several chunks per rank ``rank 1 (stages 1, 3)``.
+        Examples: ``stage 1``; with several chunks per rank, ``rank 1 (stages 1, 3)``.
         """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
@@ -133,7 +134,7 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
     Args:
         header: Object that states the pipeline's numbers of ranks and chunks, and its placement.
         pp_rank: Pipeline rank whose stages are listed.
-        most: Maximum number of items to list; ``None`` for all stages.
+        most: Maximum number of stages to list; ``None`` for all.
     """
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
@@ -196,7 +197,7 @@ def _cut(
 ) -> tuple[Span, ...]:
     """Returns spans of the given kinds, sorted, clipped to a step, with times since its start.
 
-    Waits outside the step are left out. Actions are always kept, because they define the step.
+    Waits outside the step are dropped. Actions are always kept, because they define the step.
     """
     inside = (
         replace(

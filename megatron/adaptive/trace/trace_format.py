@@ -82,7 +82,7 @@ CAUSES = ("input", "memory", "order", "group")
 
 - ``input``: no input had arrived.
 - ``memory``: an input had arrived, but its activations would have exceeded the memory limit (cap).
-- ``order``: an action was ready, but the schedule's fixed order required another one first.
+- ``order``: an action was ready, but the schedule's fixed order required another action first.
 - ``group``: another rank of the tensor-parallel group, which runs the same actions, was not ready.
 """
 
@@ -119,8 +119,9 @@ REASONS = (
 """Why a span occurred, such as what a rank waited for. A span's line has an index into this list.
 
 - Wait: the cause, one of :data:`CAUSES`.
-- Message: ``seen`` if its arrival was noticed at once, ``found`` if only later. ``posted`` if it
-  was noticed at once, but the transfer could not begin before the receiver waited for it.
+- Message: how exact the arrival time is. ``seen``: the receiver noticed the arrival at once.
+  ``found``: it noticed the arrival only later. ``posted``: it noticed the arrival at once, but the
+  transfer could not begin before the receiver waited for the message.
 - Action: rule by which the run-time scheduling policy chose it (names of ``schedule.policy``).
 - Collective: its name. The span's peer is the lowest rank of the collective's group, -1 if only
   this rank's part was recorded.
@@ -161,9 +162,9 @@ class SpanRow(NamedTuple):
         kind: Index of the kind of span in :data:`KINDS`.
         chunk: Local index of the model chunk, -1 for none.
         microbatch: Index of the microbatch within the iteration, -1 for none. If microbatches are
-            cut into slices, index of the slice, counted through all microbatches; only reads of
-            data have the index of the microbatch.
-        piece: Index of the part, if an action W is computed in several parts, else 0.
+            cut into slices: index of the slice, counted over all microbatches of the iteration.
+            Spans of kind ``data`` always have the index of the microbatch.
+        piece: Index of the piece if an action W is computed in several pieces; otherwise 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
         end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
         bytes: Size of a message in bytes; for an action, the messages received plus those sent.
@@ -218,7 +219,7 @@ class TraceHeader:
         pp_rank: Position of the rank in the pipeline.
         tp_rank: Position of the rank in the tensor-parallel group.
         dp_rank: Position of the rank in the data-parallel group.
-        num_ranks: Number of pipeline ranks.
+        num_ranks: Number of ranks in each pipeline.
         num_chunks: Number of model chunks on each rank.
         num_microbatches: Number of microbatches per step at the start of the run. Each iteration's
             marker has the number of that iteration.
@@ -242,8 +243,8 @@ class TraceHeader:
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
         transport: Name of the transport of all messages between ranks; empty if it is unknown or
             differs between pairs of ranks.
-        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
-            all do.
+        layer_kinds: For each layer, the number of its kind. Layers of the same kind do the same
+            work. Empty if all layers do the same work.
     """
 
     run: str
@@ -279,17 +280,20 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollectives:
-    """Holds a rank's collectives in one process group and iteration.
+    """Holds the collectives that a rank ran in one process group during one iteration.
 
     Attributes:
-        kind: Kind of the group, such as ``tensor``; groups of a kind have no rank in common.
+        kind: Kind of the process group, such as ``tensor``. Groups of the same kind have no rank
+            in common.
         lowest_rank: Lowest global rank of the group.
         size: Number of ranks of the group.
         operations: Names of the collectives, see :data:`COLLECTIVES`.
-        totals: Number, total time in ns and total size in bytes of each operation's collectives.
-        kept: Collectives with their times, a row each: number in the iteration, from 0 and equal on
-            all members; index of the operation; start and end in ns on the rank's monotonic clock.
-            The file has start and duration, relative to the iteration's start.
+        totals: A row per operation: number of its collectives, their total time in ns, and their
+            total size in bytes.
+        kept: A row per collective whose times are kept: number of the collective in the iteration
+            (from 0, equal on all members), index of the operation, start and end in ns on the
+            rank's monotonic clock. The file has start and duration, relative to the iteration's
+            start.
     """
 
     kind: str
@@ -300,7 +304,7 @@ class GroupCollectives:
     kept: tuple[tuple[int, int, int, int], ...]
 
     def to_record(self, start_ns: int) -> dict[str, Any]:
-        """Returns the group's entry in a marker.
+        """Returns the fields as they appear in a marker of the trace file.
 
         Args:
             start_ns: Start of the iteration on the rank's monotonic clock.
@@ -310,7 +314,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Makes the object of a marker's entry that has been checked."""
+        """Makes the object from the group's entry in a marker, whose types were checked before."""
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]
@@ -341,9 +345,11 @@ class IterationStart:
         tokens: Load of the experts, a row per MoE layer: index of the layer in the model (layers of
             multi-token prediction come last), index of this rank's first expert, then the number of
             tokens that each expert of this rank got.
-        lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all are equal.
+        lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
+            same size.
         machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
-            A missing counter is 0, or unknown on this machine; empty if nothing was counted.
+            A counter that is missing here is 0, or this machine does not have it. Empty if nothing
+            was counted.
         layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
             all forward passes, of all backward passes, and number of forward passes.
         layer_passes: First passes of layers in the iteration, a row each: index of the layer in the
@@ -403,12 +409,13 @@ class ClockSamples:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Describes iterations that are missing in a trace file because the disk accepted no data.
+    """Describes iterations that are missing in a trace file because writing to the disk failed.
 
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of missing iterations; the range may also contain iterations never recorded.
+        count: Number of missing iterations. The range from ``first`` to ``last`` may be longer,
+            because it may contain iterations that were not traced.
     """
 
     first: int
@@ -431,7 +438,7 @@ class Span:
         wait_ns: Time in ns that the rank was idle before this action.
         bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.
-        piece: Index of the part, if an action W is computed in several parts, else 0.
+        piece: Index of the piece if an action W is computed in several pieces; otherwise 0.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
         peer: Global rank on the other side of a message, -1 for none.
         of: Kind of action that a wait or a message belongs to, empty for none.
@@ -476,7 +483,7 @@ Readers loop over all ranks, even those without a file. So a damaged header with
 take very long.
 """
 _ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1, "device": "", "transport": ""}
-"""Fields of headers that older files lack, with their values in these."""
+"""Maps header fields that older files lack to the values that readers assume for them."""
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
@@ -559,7 +566,7 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Parses a line that contains a JSON object, which is every line except those of spans.
+    """Parses a line of a trace file that contains a JSON object (any line but those of spans).
 
     Args:
         line: Text of the line, with or without the newline.
@@ -771,10 +778,10 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def _value(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns a field of a record after the check in :data:`_EXPECTED` for the type ``kind``.
+    """Returns a field of a record, after the check in :data:`_EXPECTED` for the type ``kind``.
 
     Raises:
-        TraceError: The field is missing without a default, or has a value of another type.
+        TraceError: The field is missing and has no default, or its value has another type.
     """
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]

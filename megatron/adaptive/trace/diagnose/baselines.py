@@ -50,7 +50,7 @@ LEAST_NOISE = 0.004
 """Minimum relative standard deviation to assume for a rank's time from iteration to iteration."""
 
 OF_TIME = 0.1
-"""Minimum fraction of the computing time for a kind of action (F, B, W) to be used."""
+"""Minimum fraction of the computing time that a kind of action (F, B, W) must take to be used."""
 
 MOST_INTERVALS = 20_000_000
 """Maximum number of intervals of iterations in which shifts are searched, over all ranks.
@@ -92,8 +92,9 @@ class RankBaselines:
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
-        by_kind: ``[iterations, ranks, 3]``, the same for forward passes, backward passes and
-            separate weight-gradient passes; NaN for kinds that take little time.
+        by_kind: ``[iterations, ranks, 3]``, like ``series``, but for only the forward passes, the
+            backward passes and the separate weight-gradient passes; NaN for kinds that take little
+            time.
         lasting: ``[ranks, ranks]``, covariance of the deviations that are constant over the run.
         passing: ``[ranks, ranks]``, covariance of the deviations that vary between iterations.
     """
@@ -318,7 +319,7 @@ def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along an axis; NaN if there are none."""
+    """Returns the weighted mean of the finite values along an axis; NaN if no value is finite."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)

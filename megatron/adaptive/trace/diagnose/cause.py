@@ -1,9 +1,9 @@
 """Defines causes of slow steps: how each is found, described, left out in simulation, and remedied.
 
 A cause is a subclass of :class:`Cause`. The modules of the folder ``causes`` contain the causes of
-this package, which need no registration. Your own cause can be anywhere: give ``trace
+this package, which need no registration. Your own cause can be in any module: pass it as ``trace
 diagnose --cause package.module:Class``. A package can also publish its causes as entry points of
-the group ``megatron_adaptive.causes``, which are selected by name.
+the group ``megatron_adaptive.causes``; pass the name of such an entry point to ``--cause``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Evidence:
     times: StageCosts | None
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns the advice to move layers between stages; none if that would save too little."""
+        """Returns the advice to move layers between stages; empty if that would save too little."""
         m, times = self.measured, self.times
         if times is None:
             advice = f"give stage {finding.stages[0]} fewer layers (--partition)"
@@ -126,7 +126,10 @@ class RecordedSteps:
         return [n for n, header in enumerate(self._simulated) if header.pp_rank == pp_rank]
 
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
-        """Returns the durations in seconds with another partition; unchanged if none is given."""
+        """Returns the durations in seconds with another partition.
+
+        They are unchanged if ``partition`` is empty or the time of a layer is unknown.
+        """
         m, times = self.evidence.measured, self.evidence.times
         if times is not None and partition:
             ratio = times.stage_ns(partition) / np.maximum(times.stage_ns(m.layers), 1)
@@ -186,7 +189,7 @@ class Cause:
 
         Args:
             finding: Finding with its cost.
-            is_simulated: Whether the cost was simulated; otherwise it is 0.
+            is_simulated: Whether the cost was simulated; otherwise the cost is 0.
         """
         return True
 
@@ -216,8 +219,8 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            f"argument --cause: {name!r} is not package.module:Class of a cause of yours, and not "
-            f"an entry point of the group {ENTRY_POINTS}"
+            f"argument --cause: {name!r} is not package.module:Class, and not the name of an entry "
+            f"point of the group {ENTRY_POINTS}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(

@@ -77,13 +77,13 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a line with the counters that machines of the run lack; empty if they lack none."""
+    """Returns a line with the counters that machines of the run lack; empty if none is lacking."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
     return [
         f"not counted, as machines of the run lack or forbid it: {', '.join(sorted(names))}; no "
-        "cause is named by these"
+        "finding uses these counters"
     ]
 
 
@@ -129,7 +129,8 @@ class _Search:
         """Simulates the last affected iterations without the cause of a finding.
 
         Returns:
-            Fraction of the step time that this saves; ``None`` if the trace cannot be simulated.
+            Fraction of the step time that the cause costs; ``None`` if the trace cannot be
+            simulated.
         """
         m = self._evidence.measured
         is_inside = (m.iterations >= finding.period.first) & (m.iterations <= finding.period.last)

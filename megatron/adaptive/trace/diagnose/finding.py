@@ -68,7 +68,7 @@ class Finding:
         counts: Number of iterations, actions, messages or reads that were compared, by name.
         detail: Further numbers, as a line of text.
         cost_ms: Time in ms that a step would save without the cause, by simulation.
-        cost_fraction: The same time as a fraction of the step time.
+        cost_fraction: ``cost_ms`` as a fraction of the step time.
         description: Affected rank and effect, as the text in the middle of the headline; filled in
             by the diagnosis.
         advice: Remedies, one sentence each, with the best first.

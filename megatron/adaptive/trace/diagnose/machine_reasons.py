@@ -1,8 +1,7 @@
-"""Names what kept a rank from computing, by the counters of its machine.
+"""Finds, in the counters of a rank's machine, what kept the rank from computing.
 
-A reason explains a slow rank if the time that the counter shows beyond the usual is a large part of
-the time that the rank lost. Usual is what the counter shows on other ranks, or on the same rank in
-other iterations.
+A counter explains a slow rank if its excess over the usual value is a large part of the time that
+the rank lost. The usual value is that of other ranks, or of the same rank in other iterations.
 """
 
 from __future__ import annotations
@@ -53,25 +52,28 @@ EXPLAINS = 0.4
 """Minimum fraction of the lost time that the counters of the reasons must show together."""
 
 STARVED = 0.5
-"""Fraction of a step from which waits for a processor make all other comparisons uncertain."""
+"""Minimum fraction of the step time that a rank waits for a processor, to call it starved.
+
+Differences between the times of starved ranks may be due to chance.
+"""
 
 EXPLAINS_TOO = 0.2
 """Minimum fraction of the lost time that a counter must show to be one of the reasons."""
 
 COUNTS = 0.05
-"""Minimum fraction of the steps in which a counter must show a wait, to be named at all."""
+"""Minimum fraction of the step time that a counter must show to be named as a reason."""
 
 OTHERS_USE = 0.1
-"""Minimum processor time of other processes, in processors, to name them as the reason."""
+"""Minimum number of processors that other processes keep busy, to be named as the reason."""
 
 SLOWER_CLOCK = 0.95
-"""Maximum ratio of a processor's clock to the usual one, to be the reason."""
+"""Maximum ratio of a processor's clock to the usual clock, for a low clock to be the reason."""
 
 LOSES = 0.005
 """Minimum fraction of TCP segments that a machine sends again, to say that packets are lost."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of such segments per iteration."""
+"""Minimum number of segments sent again, or of a port's faults, per iteration to be the reason."""
 
 FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to those of other machines, to be the reason."""
@@ -80,10 +82,13 @@ SLOWER_PORT = 0.6
 """Maximum ratio of an interface's speed to those of other machines, to be the reason."""
 
 OVER_TCP = ("gloo", "tcp")
-"""Names of transports that use TCP also within a machine."""
+"""Names of transports that use TCP even between ranks of one machine."""
 
 OWN_PAGES = 4.0
-"""Minimum ratio of a rank's page reads to those of others, to say that it alone is short."""
+"""Minimum ratio of a rank's page reads to those of the other ranks of its machine.
+
+A rank with a higher ratio is taken for the cause of the machine's waits.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class _Wait:
 
 
 _WAITS = (
-    # A thread that a quota has stopped also counts as one that waits for a processor.
+    # The kernel also counts a thread that a quota has stopped as waiting for a processor.
     _Wait(
         THROTTLED,
         "a quota on processor time on {host} takes {share:.0%} of a step",
@@ -126,7 +131,7 @@ _WAITS = (
     _Wait(
         GPU_POWER_LIMITED,
         "the power limit of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same",
+        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same limit",
     ),
     _Wait(
         PROCESSOR_WAIT,
@@ -136,7 +141,7 @@ _WAITS = (
     ),
     _Wait(
         MEMORY_WAIT,
-        "{host} is short of memory: programs wait for it in {share:.0%} of the time",
+        "{host} is short of memory: programs wait for memory in {share:.0%} of the time",
         "free memory on {host}, or place fewer ranks there",
     ),
     _Wait(
@@ -195,7 +200,7 @@ _GPU_FAULTS = (
 """Counter, text and remedy of each fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
-"""Counters that are those of the whole machine."""
+"""Counters that count the waits of all programs of a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
 """Pairs of counters of which the second also counts the time of the first."""
@@ -211,7 +216,7 @@ def shares(m: Measured, counter: str) -> Floats:
 
 
 def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
-    """Returns which fraction of the steps a rank waited for a processor, if that is most of them.
+    """Returns the fraction of the step time that a rank waited for a processor, if it is large.
 
     Args:
         m: Measured times of the run.
@@ -219,7 +224,8 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if it is unknown.
+        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if its waits were not
+        counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
     mean = float(np.nanmean(share)) if np.isfinite(share).any() else 0.0
@@ -227,7 +233,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns how long ranks waited for a processor before each of their turns, in ns, added up.
+    """Adds up, over ranks, the mean time in ns that a rank waited each time for a processor.
 
     Args:
         m: Measured times of the run.
@@ -235,18 +241,18 @@ def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Mean over the iterations; 0 if it was not counted.
+        Mean of the sum over the iterations; 0 if the time was not counted.
     """
     return float(np.nan_to_num(m.machine[TURN_WAIT][chosen][:, list(columns)]).mean(axis=0).sum())
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns what made a rank slow, the main reason first; empty if no counter explains enough.
+    """Returns why a rank was slow, with the main reason first; empty if no counter explains it.
 
     Args:
         m: Measured times of the run.
         column: Column of the rank.
-        chosen: Indices of the iterations in which it is slow.
+        chosen: Indices of the iterations in which the rank is slow.
         factor: Ratio of the rank's computing time to the expected time.
     """
     elapsed_ns = float(np.nansum(m.machine[ELAPSED][chosen, column]))
@@ -259,14 +265,14 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
-        # Pressure on disks is that of all programs, of which this rank need not be one.
+        # The waits for disks are those of all programs, and this rank may not be among them.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # Stable: of those that explain enough alone, the first in the table comes first.
+        # The sort is stable: reasons that each explain enough alone keep the order of the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -280,12 +286,12 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns why a rank reads data slowly; ``None`` if its disk does not explain it.
+    """Returns the reason why a rank reads data slowly; ``None`` unless its disk is the reason.
 
     Args:
         m: Measured times of the run.
         column: Column of the rank.
-        chosen: Indices of the iterations in which it reads slowly.
+        chosen: Indices of the iterations in which the rank reads slowly.
     """
     elapsed_ns = m.machine[ELAPSED][chosen, column]
     if not np.nansum(elapsed_ns):
@@ -305,7 +311,7 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns what is wrong with the network of a link's machines; ``None`` if nothing shows.
+    """Returns the reason for a slow link that network counters show; ``None`` if they show none.
 
     Args:
         m: Measured times of the run.
@@ -314,7 +320,7 @@ def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | N
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        return reason  # messages within a machine pass no port
+        return reason  # messages within a machine do not pass a network port
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
 
@@ -330,7 +336,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns how many TCP segments the ranks of a link lose; ``None`` if hardly any."""
+    """Returns a reason if the ranks of a link send many TCP segments again; else ``None``."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -394,7 +400,7 @@ def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]
 
     Yields:
         Name of a counter, and the mean fraction of each iteration that the ranks waited,
-        ``[iterations]``; 0 where it is unknown.
+        ``[iterations]``; 0 for iterations in which it is unknown.
     """
     for wait in _WAITS:
         if wait.counter != DISK_WAIT:
@@ -403,7 +409,7 @@ def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]
 
 
 def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) -> Reason:
-    """Describes a counter as the reason for which ranks of a machine waited.
+    """Returns the reason that a counter gives for the waits of ranks on one machine.
 
     Args:
         m: Measured times of the run.
@@ -416,10 +422,10 @@ def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) 
 
 
 def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice) -> float:
-    """Returns what a counter shows on other ranks or in other iterations, whichever is less."""
+    """Returns a counter's median on other ranks or in other iterations, whichever is lower."""
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # All ranks of a machine have the same count, which is due to this rank.
+        # All ranks of a machine have the same count, and this rank causes it.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -434,7 +440,7 @@ def _reads(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads far more pages from a disk than others of its machine."""
+    """Returns whether a rank reads far more pages from a disk than other ranks of its machine."""
     pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
     host = m.headers[column].host
     others = [
@@ -448,7 +454,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
     """Returns a reason if the clock of a rank's processor explains enough of its slowness.
 
-    The clock matters little to a rank that computes on a GPU.
+    Ranks that compute on a GPU are skipped, because their processor's clock matters little.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -485,7 +491,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if processes of others use a rank's GPU, and not those of all ranks."""
+    """Returns a reason if processes outside the job use a rank's GPU more than other GPUs."""
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -523,7 +529,7 @@ def _clocks(
 ) -> tuple[float, float] | None:
     """Returns the clock of a rank and the usual clock, if these explain enough of its slowness.
 
-    Usual is the clock of other ranks or of other iterations, whichever is higher.
+    The usual clock is that of other ranks or of other iterations, whichever is higher.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():

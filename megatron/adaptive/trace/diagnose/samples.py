@@ -25,7 +25,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Maximum number of iterations in a diagnosis; of a longer run, an evenly spaced sample is read."""
+"""Maximum number of iterations in a diagnosis; a longer run is sampled at even distances."""
 
 MOST_SPANS = 4_000_000
 """Maximum number of spans in a diagnosis; if a run has more, fewer iterations are read."""
@@ -34,7 +34,7 @@ MOST_MESSAGE_SPANS = 1_500_000
 """Maximum number of spans to search for messages; if there are more, fewer iterations are used."""
 
 FIRST_STEPS = 1
-"""Number of warm-up iterations at the start of the run, which are left out."""
+"""Number of warm-up iterations at the start of the run, which are not examined."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
@@ -54,12 +54,12 @@ class Measured:
         layers: Number of layers per stage, empty if unknown.
         work: Expected computing time of each stage, including embedding and loss, expressed as an
             equivalent number of layers; empty if unknown.
-        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
-            all do.
+        layer_kinds: For each layer, the number of its kind. Layers of the same kind do the same
+            work. Empty if all layers do the same work.
         action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations in ns of
-            forward passes, backward passes and separate weight-gradient passes (the sum over all
-            parts), without the time in which they read data or sent messages. NaN without such an
-            action.
+            forward passes, backward passes and separate weight-gradient passes (sum over the pieces
+            of a pass), without the time in which they read data or sent messages. NaN if the rank
+            ran no such action.
         read_ns: ``[iterations, ranks]``, total time of reading data in ns.
         reads: ``[iterations, ranks]``, number of reads of data.
         step_ns: ``[iterations]``, time in ns from first to last action in the slowest pipeline.
@@ -69,8 +69,8 @@ class Measured:
         machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
             iterations without counters.
         layer_rows: For each rank, by iteration, the times of its layers as in ``IterationStart``;
-            empty where they were not measured.
-        collectives: Collectives of each process group and operation; empty if the trace has none.
+            empty for iterations in which layers were not timed.
+        collectives: Collectives of each process group and operation; empty if none were recorded.
     """
 
     headers: tuple[TraceHeader, ...]
@@ -272,8 +272,8 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     """Returns the iterations to read.
 
-    By default these are the complete ones without the first (warm-up), or an evenly spaced sample
-    if they are too many.
+    By default, these are all complete iterations except the first (warm-up), or an evenly spaced
+    sample of them if there are too many.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -359,7 +359,10 @@ PASSED = 6
 """Minimum number of values in an interval that does not last to the end of the series."""
 
 TO_THE_END = 0.85
-"""Fraction of the best score from which an interval up to the end of the series is preferred."""
+"""Minimum score of an interval up to the end of the series, as a fraction of the best score.
+
+If its score is that high, this interval is preferred to the one with the best score.
+"""
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside it.
@@ -387,9 +390,9 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of the values that are not NaN; NaN if there are none."""
+    """Returns the median of the values that are not NaN; NaN if all values are NaN."""
     with warnings.catch_warnings():
-        # Slices of NaN alone are expected, and numpy would warn about each.
+        # Slices that contain only NaN are expected, and numpy would warn about each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)
 
@@ -416,7 +419,7 @@ def tame_mean(values: Floats) -> Floats:
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        # Slices of NaN alone are expected, and numpy would warn about each.
+        # Slices that contain only NaN are expected, and numpy would warn about each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
@@ -440,7 +443,7 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 
     Args:
         count: Number of values in the series.
-        ended: Whether to include intervals that do not last to the end of the series.
+        ended: Whether to include intervals that end before the end of the series.
     """
     begins = np.arange(FROM_END, count - FROM_END + 1)
     first, end = [begins], [np.full(len(begins), count)]

@@ -107,7 +107,7 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise SetupError(
             f"{path.name} is Parquet, and pyarrow, which reads it, is not installed; pip install "
-            "'megatron-adaptive[trace]', or give the table as CSV"
+            "'megatron-adaptive[trace]', or pass the table as CSV"
         ) from error
     try:
         file = parquet.ParquetFile(path)
@@ -153,7 +153,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
         raise TraceError(f"{origin} has a column that holds no numbers: {error}") from None
     names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
-        raise TraceError(f"{origin} holds no operation; was the job traced?")
+        raise TraceError(f"{origin} contains no operation; was the job traced?")
     broken = [
         name
         for name, values in numbers.items()
@@ -200,7 +200,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the previous one, as steps of a table may all begin at 0."""
+    """Shifts each step to begin after the previous step, because all may begin at 0 in a table."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -261,7 +261,7 @@ class _Table:
         Args:
             origin: Path of the table, for error messages.
             world_size: Minimum number of ranks in the job.
-            notes: Notes about the table for the user, one line each; extended.
+            notes: Notes about the table for the user, one line each; this method appends to them.
 
         Raises:
             TraceError: If the table has no computations, or is inconsistent.
@@ -359,7 +359,10 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns all spans and the table row of each. A received message gets two spans."""
+        """Returns the table row of each span, and the spans.
+
+        A received message gets two spans, ``wait`` and ``receive``.
+        """
         parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
@@ -446,7 +449,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     if trace_files(folder):
-        raise TraceError(f"{folder} holds the traces of a run; give a folder without any")
+        raise TraceError(f"{folder} holds the traces of a run; pass a folder without traces")
     for rank, trace in run.ranks.items():
         with (
             replaced(folder / trace_file_name(rank)) as temporary,

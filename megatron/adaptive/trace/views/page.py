@@ -3,13 +3,13 @@
 The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
 nothing else. Its timeline has a row per rank with actions and waits, and arrows from sends to
 receives. The page can also show the ideal step, in which no rank is slower than others, and the
-size of the activations in memory. A slider selects the iteration. Of a large run, the page contains
-only some iterations and replicas, so that it opens quickly; it lists what was left out.
+size of the activations in memory. A slider selects the iteration. For a large run, the page
+contains only some iterations and replicas, so that it opens quickly, and it lists the omitted ones.
 
 A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
-iterations. If a single step has too many, its shortest spans are left out. The visible spans are
-drawn as bars. If they are too many, the page draws the fraction of the time that each kind takes
-instead (``page_draw.js``).
+iterations. If a single step has too many spans, its shortest spans are omitted. The visible spans
+are drawn as bars. If too many spans are visible, the page instead draws the fraction of the time
+that each kind takes (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def write_page(
     Args:
         run: Trace of the run.
         target: Path of the ``.html`` file.
-        iterations: Numbers of the iterations to show; of a large run, only some of them are shown.
-        dp_rank: Data-parallel replica to show; ``None`` for all, or some if there are many.
+        iterations: Numbers of the iterations to show. For a large run, only some are shown.
+        dp_rank: Data-parallel replica to show; ``None`` for all replicas, or some if there are
+            many.
         figures: Statistics of all ranks in these iterations (step time, idle time and so on);
             computed if ``None``.
         labels: Row label of each global rank to show. If given, all these ranks are in one chart,
@@ -301,7 +302,7 @@ MAX_ITERATIONS = 20
 SLOWEST = 4
 """Number of slowest iterations that a page always contains."""
 MAX_REPLICAS = 4
-"""Maximum number of replicas to draw; if a run has more, only the first and the slowest."""
+"""Maximum number of replicas to draw. If a run has more, only the first and slowest are drawn."""
 
 
 def choose(

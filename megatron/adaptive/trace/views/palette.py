@@ -23,7 +23,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text for each cause of a wait (``Span.reason``). The empty cause means any other."""
+"""Legend text for each cause of a wait (``Span.reason``). The empty text means any other cause."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",

@@ -3,8 +3,8 @@
 In these viewers, each rank appears as a process, with threads for the step, computations,
 collectives, data, waits, inputs and sends. A flow (an arrow) leads from each send to the input at
 the receiver. The last thread shows the computations of the ideal step, in which no rank is slower
-than others. Layers and collectives that were measured are within the computations, and so are the
-collectives' waits and transfers. Counters show the size of the activations in bytes, the
+than others. Layers and collectives whose times were recorded appear within the computations, each
+collective with its wait and its transfer. Counters show the size of the activations in bytes, the
 microbatches in flight and the queued inputs. Times are in microseconds on the run's common clock,
 and the first span starts at 0.
 
@@ -222,7 +222,7 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread id that no other process's thread has, and that is no process id."""
+    """Returns a thread id that differs from all process ids and other processes' thread ids."""
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
@@ -286,7 +286,8 @@ def _slice(span: Span, lengths: Lengths, num_slices: int) -> Event:
 
     Args:
         span: Span to show.
-        lengths: Sizes of the microbatches in the span's iteration; empty if all are equal.
+        lengths: Sizes of the microbatches in the span's iteration; empty if all microbatches have
+            the same size.
         num_slices: Number of slices of each microbatch, 1 for whole microbatches.
     """
     kind = span.action
@@ -418,7 +419,7 @@ _PASSES = ("forward", "backward")
 
 
 def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice]:
-    """Yields the passes of a rank's layers that have a start and an end.
+    """Yields the passes of a rank's layers whose start and end were recorded.
 
     Args:
         trace: Trace of the rank.
@@ -429,7 +430,8 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
             passes = [row for row in trace.layer_passes(iteration) if row[1] == kind]
             passes.sort(key=lambda row: row[2])
             ends_ns = [row[3] for row in passes]
-            # The backward pass of a layer begins a little before the one of the next layer ends.
+            # A backward pass may begin slightly before the previous layer's pass ends. So end the
+            # previous pass there, because slices must nest.
             for index, (row, following) in enumerate(pairwise(passes)):
                 if row[2] < following[2] < ends_ns[index] < following[3]:
                     ends_ns[index] = following[2]
@@ -477,7 +479,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
 ) -> Iterator[Slice]:
-    """Yields a rank's kernels with times.
+    """Yields the kernels of a rank whose times were kept.
 
     Args:
         run: Trace of the run.
@@ -492,7 +494,7 @@ def _kernel_slices(
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
             end_ns = kernel.end_ns
             if action is not None:
-                # The clocks of action and profiler differ by microseconds.
+                # The clocks of action and profiler differ by microseconds, so cut off the excess.
                 end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
             kind = OUTSIDE if action is None else action.action
             arguments = {"iteration": step.iteration, "action": kind}

@@ -60,7 +60,7 @@ UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is turned by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""A wait's cause is in the legend if such a wait takes more than the step time divided by this."""
+"""Ratio of the step time to the shortest wait whose cause is listed in the legend."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -280,7 +280,7 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, values in ((whole, ranks[shown]), (part, stages)):
-        # Values are durations divided by the usual ones. White is usual, red slower, blue faster.
+        # Values are durations divided by the mean. White is the mean, red slower, blue faster.
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )

@@ -1,9 +1,9 @@
 """Defines views of a trace, the values of ``trace --format``, and finds them.
 
 A view is a function decorated with :func:`trace_view`. The modules of the folder ``formats``
-contain the views of this package, which need no registration. Your own view can be
-anywhere: give ``--format package.module:name``. A package can also publish its views as entry
-points of the group ``megatron_adaptive.views``, which are selected by name.
+contain the views of this package, which need no registration. Your own view can be in any module:
+pass it as ``--format package.module:name``. A package can also publish its views as entry points of
+the group ``megatron_adaptive.views``; pass the name of such an entry point to ``--format``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class ViewInput:
     Attributes:
         run: Trace of the run.
         step: Actions and waits of the iteration to draw.
-        iterations: Numbers of the iterations in ``figures``, ascending; include the drawn one.
-        dp_rank: Data-parallel replica that the user chose; ``None`` without a choice. Then the
-            first replica is drawn.
+        iterations: Numbers of the iterations in ``figures``, ascending. The iteration to draw is
+            among them.
+        dp_rank: Data-parallel replica that the user chose. ``None`` if the user chose none; then
+            the first replica is drawn.
     """
 
     run: RunTrace
@@ -62,11 +63,11 @@ class View:
 
     Attributes:
         name: Name of the view on the command line.
-        ending: End of the file's name, such as ``.xlsx``. All views of a run share the part before
-            it. Empty if the view is printed instead of written to a file.
+        ending: End of the file's name, such as ``.xlsx``. The files of all views of a run have the
+            same name before the ending. Empty if the view is printed instead of written to a file.
         summary: Short description of the view for help texts.
         function: Function that writes or returns the view; see :func:`trace_view`.
-        is_own: Whether the view is a user's own, so that it is not part of this package.
+        is_own: Whether the view is a user's own, and not part of this package.
     """
 
     name: str

@@ -64,7 +64,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*; of a longer run, every n-th is shown."""
+"""Maximum number of rows in the sheet *iterations*; a longer run shows every n-th iteration."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
 
@@ -110,8 +110,8 @@ class Chart:
 
     Attributes:
         unit_ns: Time per column, in nanoseconds.
-        num_columns: Number of columns in the longest row; the rows of other ranks with a trace are
-            padded to it.
+        num_columns: Number of columns in the longest row. The rows of other ranks with a trace are
+            padded to this length.
         rows: Cells of each pipeline rank, without gaps between them; empty for a rank without a
             trace.
     """

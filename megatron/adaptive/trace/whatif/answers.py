@@ -4,11 +4,12 @@ Every figure comes from a simulation of the recorded steps in which some duratio
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
 (forward, backward and so on). The ideal duration of a message or collective is the median of its
 kind. In the ideal step all durations are ideal, so no rank is slower than others. The slowdown that
-a group (such as a rank) causes is a ratio of two simulated step times. For the first, the group has
-its recorded durations and all others have ideal ones; the second is the ideal step. The gain of a
-repair is the fraction of the step time that is saved if only the durations that the repair changes
-are replaced. In the simulation, an operation starts when all operations that it depends on have
-ended. Delays of the host (CPU) between operations are left out.
+a group (such as a rank) causes is a ratio of two simulated step times. In the first simulation, the
+group has its recorded durations, and all other operations have ideal durations. The second is that
+of the ideal step. The gain of a repair is the fraction of the step time that is saved if only the
+durations that the repair changes are replaced. In the simulation, an operation starts when all
+operations that it depends on have ended. Delays of the host (CPU) between operations are not
+simulated.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
 long sequences. Here the length of a microbatch is the time of its actions relative to the usual
@@ -108,12 +109,13 @@ class WhatIf:
         by_step: ``[steps]``, slowdown in each step, by type and then name of the group. Types are
             ``stage``, ``replica`` and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
-            as others (Mw in the paper).
+            as the other ranks (Mw in the paper).
         last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
-            as others (Ms in the paper).
+            as the other stages (Ms in the paper).
         length_share: Fraction of the slowdown that would vanish if all microbatches took equally
             long.
-        slowest: Indices into ``where.ranks`` of the slowest ranks, those of ``worker_share``.
+        slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
+            based.
         cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
             ``mixed`` if no single cause explains enough of the slowdown.
         repairs: Possible repairs, the one that saves most time first.
@@ -137,15 +139,15 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Returns the mean simulated step time divided by the mean ideal one (S in the paper)."""
+        """Returns the mean simulated step time divided by the mean ideal step time (paper: S)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """Returns the mean recorded step time divided by the mean simulated one.
+        """Returns the mean recorded step time divided by the mean simulated step time.
 
-        A value other than 1 is the error of the simulation, mainly due to the delays of the host
-        that it leaves out.
+        A value other than 1 is the error of the simulation, mainly because delays of the host are
+        not simulated.
         """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
@@ -284,8 +286,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations (steps) to analyze. ``None`` for all those of which
-            the first replica's trace is complete.
+        iterations: Numbers of the iterations (steps) to analyze. ``None`` for all iterations in
+            which the first replica's trace is complete.
 
     Raises:
         TraceError: If no step can be simulated, or the trace's order of operations is impossible.
@@ -383,12 +385,12 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Takes recorded durations for one stage, replica, rank, kind or link, ideal ones elsewhere."""
+    """Returns durations: recorded for one group, such as a rank, and ideal for all others."""
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Takes ideal durations for the given stages, ranks or kinds, recorded ones elsewhere."""
+    """Returns durations: ideal for the given stages, ranks or kinds, recorded for the rest."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
@@ -501,7 +503,7 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns durations with one cause repaired, or with only one slow rank as recorded."""
+        """Returns sets of durations: with one cause repaired, or with one slow rank as recorded."""
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
             ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
@@ -649,7 +651,7 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Takes recorded durations and multiplies a rank's computing times by the rank's factor."""
+        """Returns recorded durations, with computing times multiplied by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )

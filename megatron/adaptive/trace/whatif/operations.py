@@ -7,10 +7,10 @@ be one that this project recorded, or an imported one.
 An operation starts when all operations that it depends on have ended:
 
 - the previous computation of its rank
-- the message with its input, or the computation of the input if that ran on the same rank
+- the message with its input, or the computation that produced its input if it ran on the same rank
 - the previous collective or optimizer step of its rank
 - for collectives, optimizer steps and computations that overlap with others of their rank: the last
-  computation of the rank that had ended at the recorded start
+  computation of the rank that had ended when the operation started in the recorded run
 
 A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
 comes before the chunk's first forward pass.
@@ -121,7 +121,8 @@ class Operations:
         worker: Index of the rank in ``where.ranks``; for a message, the receiving rank.
         kind: Kind of work, as an index into :data:`NAMES`.
         chunk: Index of the chunk on its rank; -1 for operations that belong to no chunk.
-        stage: Index of the stage; for operations of no chunk, that of the rank's first chunk.
+        stage: Index of the stage; for operations without a chunk, the stage of the rank's first
+            chunk.
         microbatch: Index of the microbatch, or of the slice if microbatches are cut (see
             ``SpanRow``); -1 for none.
         start_ns: Start time in nanoseconds on the run's common clock.
@@ -290,10 +291,10 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Returns which row produced each computation's input, and how many producers are missing.
+    """Returns the row that produced each computation's input, and the number of missing producers.
 
-    A computation whose input has no recorded producer has -1. So do forward passes of the first
-    stage, which are not counted as missing.
+    The row is -1 if no recorded computation produced the input. It is also -1 for forward passes of
+    the first stage, which are not counted as missing.
     """
     is_f = actions.kind == KIND["F"]
     is_b = actions.kind == KIND["B"]
@@ -472,7 +473,7 @@ class Graph:
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """Returns ``[operations]``: time in seconds from the step's start to each one's end."""
+        """Returns ``[operations]``: seconds from the step's start to the end of each operation."""
         ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
@@ -492,7 +493,7 @@ def build_graph(operations: Operations) -> Graph:
 
     Raises:
         TraceError: If operations depend on each other in a cycle, so that the recorded order is
-            impossible. The message names the first of them.
+            impossible. The message names the earliest of these operations.
     """
     sources, targets, count = _edges(operations)
     # All node numbers are raised by 1, because node 0 is the start of every step.
@@ -574,8 +575,8 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Computations of a rank may overlap in time. An overlapping computation depends on the last one
-    # that ended before it began, not on the one that started before it.
+    # Computations of a rank may overlap in time. An overlapping computation depends on the last
+    # computation that ended before it began, not on the last computation that started before it.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -612,7 +613,8 @@ def _around(
         rank: ``[operations]``, index of the operation's (iteration, rank) pair.
         ended_ns: ``[computations]``, time in nanoseconds from which each computation counts as
             ended.
-        overlapping: Rows of computations that overlap in time with another one of their rank.
+        overlapping: Rows of computations that overlap in time with another computation of their
+            rank.
         others: Rows of collectives and optimizer steps.
 
     Returns:

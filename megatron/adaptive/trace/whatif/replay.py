@@ -1,9 +1,9 @@
 """Simulates recorded microbatches under another schedule, or assigned to other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median of its
-replicas), the slowness of the rank relative to its peers, and the rest. The rest is due to the
-microbatch: its length, or chance. If a stage is cut in two, each half takes half as long. A rank
-keeps its factor for any work, and a microbatch keeps its factor on any replica.
+replicas), the slowness of the rank relative to its peers, and a remaining factor. The last is due
+to the microbatch: its length, or chance. If a stage is cut in two, each half takes half as long. A
+rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
 
 Under a run-time scheduling rule the order of actions depends on the durations, so the rule is
 simulated too.
@@ -42,7 +42,10 @@ Both use the recorded durations. A larger difference means that the simulated ru
 on activation memory than the run, or that the trace's spans do not cover all the time of the step.
 """
 MANY_ACTIONS = 60_000
-"""Number of actions above which compiled code simulates a step; it takes time to start."""
+"""Number of actions above which compiled code simulates a step.
+
+For fewer actions, plain Python is faster, because compiled code takes time to start.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class OtherSchedule:
             the replica that recorded them.
         slices: Number of slices into which recorded whole microbatches are cut. All slices of a
             microbatch are assumed to take equally long, and cutting to take no time.
-        pieces: Number of parts into which each weight-gradient action (W) is cut, if the schedule
+        pieces: Number of pieces into which each weight-gradient action (W) is cut, if the schedule
             splits the backward pass.
     """
 

@@ -1,9 +1,9 @@
 """Finds members of process groups for which others wait, and groups whose transfers take longer.
 
-Both need the times of collectives (``--trace-detail collectives``). Waits count as the fault of a
-rank only in groups whose members do the same work at the same time. In other groups, such as
-data-parallel ones, they show that a whole replica is late, which has causes of its own. In groups
-of experts, the rank with the most tokens is the last one.
+Both causes need the times of collectives (``--trace-detail collectives``). A rank is blamed for
+waits only in groups whose members do the same work at the same time. In other groups, such as
+data-parallel groups, waits show that a whole replica is late, which other causes explain. In groups
+of experts, the rank with the most tokens arrives last (``overloaded_experts``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_STEP = 0.05
 """Minimum time that a finding costs in each step, as a fraction of the step."""
 
 ERRORS = 5.0
-"""Minimum of that time, as a number of standard errors."""
+"""Minimum time that a finding costs in each step, as a number of standard errors."""
 
 CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a change during the run to be reported."""
@@ -50,7 +50,7 @@ FEWEST_GROUPS = 2
 """Minimum number of other groups needed to compare a group with them."""
 
 _LEAST_LEFT = 0.1
-"""Minimum fraction of an operation that remains without a delay."""
+"""Minimum fraction of an operation's duration that remains after a delay is subtracted."""
 
 
 class SlowMember(Cause):
@@ -83,7 +83,7 @@ class SlowMember(Cause):
 
 
 class CongestedCollectives(Cause):
-    """Describes a process group whose transfers take longer than elsewhere or at other times."""
+    """Describes a process group whose transfers take longer than in other groups or iterations."""
 
     name = "congested collectives"
     order = 26
@@ -118,14 +118,14 @@ class CongestedCollectives(Cause):
         kind = finding.detail.partition(" ")[0]
         if kind in IN_STEP:
             return _shortened(steps, steps.affected)
-        # Other groups meet at the end of a step.
+        # Groups of other kinds, such as data-parallel ones, communicate at the end of a step.
         ops = steps.operations
         at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
         return _shortened(steps, at_end)
 
 
 def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
-    """Returns the durations after a delay per step was taken from the chosen operations.
+    """Subtracts a delay per step from the durations of the chosen operations; returns all of them.
 
     Args:
         steps: Operations of recorded steps, and the finding with the delay.
@@ -144,8 +144,8 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 
     Args:
         joined: Collectives of a group.
-        values_ns: ``[collectives, ...]``, time of each.
-        iterations: Numbers of the iterations. Those without collectives have the time 0.
+        values_ns: ``[collectives, ...]``, time in ns of each collective.
+        iterations: Numbers of the iterations. An iteration without collectives has the time 0.
     """
     totals = [
         values_ns[inside].mean(axis=0)
@@ -159,11 +159,12 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
-    """Returns a finding about the member for which the others wait longest; else ``None``."""
+    """Returns a finding about the member that the others wait for; ``None`` if they hardly wait."""
     held_ns = sum(_per_step(joined, joined.held_up_ns, m.iterations) for joined in groups)
     held_ns = np.asarray(held_ns)
     worst = int(held_ns.mean(axis=0).argmax())
-    # If ranks are late at random, each of them is the last one now and then.
+    # If ranks are late at random, each is last now and then. So only the excess over the others
+    # counts.
     excess_ns = held_ns[:, worst] - np.delete(held_ns, worst, axis=1).max(axis=1)
     number = sum(joined.per_step for joined in groups)
     period = _period(m, excess_ns, _least_ns(m, ranks, number), 0.0)
@@ -182,7 +183,7 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives) -> Finding | None:
-    """Returns a finding if the transfers of a group take long; else ``None``."""
+    """Returns a finding if the transfers of a group take too long; otherwise ``None``."""
     others = [
         float(np.median(other.transfer_ns.min(axis=1)))
         for other in m.collectives
@@ -225,17 +226,18 @@ def _congestion(m: Measured, joined: JoinedCollectives) -> Finding | None:
 def _period(
     m: Measured, series_ns: Floats, least_ns: float, differ_ns: float
 ) -> tuple[Ints, float, float, str] | None:
-    """Returns when a time per step is too long.
+    """Finds the iterations in which a time per step is too long.
 
     Args:
         m: Measured times of the run.
         series_ns: ``[iterations]``, time in ns by which each iteration is longer than usual.
-        least_ns: Minimum time in ns that counts.
-        differ_ns: Standard deviation by which this time differs between equal groups.
+        least_ns: Minimum time in ns for a finding.
+        differ_ns: Standard deviation in ns by which the time differs between equal groups.
 
     Returns:
-        Numbers of the iterations, time in ns, number of standard errors, and the reference of the
-        comparison; ``None`` if the time is too short or may be a random effect.
+        Numbers of the iterations, additional time in ns, number of standard errors of this time,
+        and the reference of the comparison. ``None`` if the time is too short or may be a random
+        effect.
     """
     change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
     if change is not None:
@@ -249,12 +251,12 @@ def _period(
 
 
 def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
-    """Returns the minimum time in ns per step that counts.
+    """Returns the minimum time in ns per step for a finding about a group.
 
     Args:
         m: Measured times of the run.
         ranks: Global ranks of a group.
-        number: Number of its collectives in a step.
+        number: Number of the group's collectives in a step.
     """
     clocks = {m.headers[m.column[rank]].clock for rank in ranks}
     error_ns = 3 * m.clock_error_ns * number if len(clocks) > 1 else 0.0
@@ -262,5 +264,5 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
 
 def _num_hosts(m: Measured, joined: JoinedCollectives) -> int:
-    """Returns the number of machines of a group."""
+    """Returns the number of machines on which the members of a group run."""
     return len({m.headers[m.column[rank]].host for rank in joined.ranks})

@@ -1,8 +1,9 @@
 """Finds links on which packets are lost: some messages come late, because parts are sent again.
 
-Most messages of such a link are as fast as others, so that a comparison of links finds nothing. The
-late ones come in iterations in which the machine sent more TCP segments again than in others. Links
-within a machine do not use the network, unless all messages are known to go over TCP.
+Most messages of such a link are as fast as those of other links, so that a comparison of links
+finds nothing. The late messages occur in iterations in which the machine sent more TCP segments
+again than in other iterations. Links within a machine are skipped, unless all messages are known to
+go over TCP.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ LATE_OF_STEP = 0.03
 """Minimum total lateness of a link's messages in a step, as a fraction of the step."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the lateness in iterations in which segments were sent again."""
+"""Minimum fraction of the total lateness that occurs in iterations with segments sent again."""
 
 RANDOMLY = 0.02
-"""Maximum probability that late messages meet as many lost segments in iterations by chance."""
+"""Maximum probability that late messages coincide with lost segments only by chance."""
 
 DRAWS = 1000
-"""Number of random orders of the iterations from which this probability is estimated."""
+"""Number of random permutations of the iterations, to estimate the probability of chance."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
 
 
 class LossyLink(Cause):
-    """Describes a link of which some messages are late, because their packets were lost."""
+    """Describes a link on which some messages are late, because their packets were lost."""
 
     name = "lossy link"
     order = 25
@@ -60,7 +61,7 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            return []  # the same packets, which a machine counts for all of its links
+            return []  # a machine counts lost packets for all its links, so these may be the same
         return find_lossy_links(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
@@ -91,8 +92,8 @@ class _Link:
         ends: Columns of the sender and of the receiver.
         count: Number of all messages.
         late_ns: ``[late messages]``, time in ns beyond the link's median.
-        rows: ``[late messages]``, index of the iteration of each.
-        reason: Fraction of lost packets on the machines of the link.
+        rows: ``[late messages]``, index of each message's iteration.
+        reason: Reason for the lateness: packets lost on the link's machines.
     """
 
     ends: tuple[int, int]
@@ -103,7 +104,7 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a finding about the link whose late messages cost most; none if no packet is lost."""
+    """Returns a finding about the link whose late messages cost most; empty if no link is lossy."""
     links = _lossy_links(m)
     worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
     if worst is None:
@@ -162,14 +163,14 @@ def _lossy_links(m: Measured) -> list[_Link]:
 
 
 def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
-    """Returns the probability that late messages meet so many lost segments by chance.
+    """Returns the probability that late messages coincide with lost segments by chance alone.
 
     Args:
         late_ns: ``[iterations]``, total lateness in ns.
         lost: ``[iterations]``, number of segments that were sent again.
     """
     orders = np.random.default_rng(0).permuted(np.tile(lost, (DRAWS, 1)), axis=1)
-    # A small part of the sum is rounding.
+    # The factor below 1 allows for rounding errors in the sums.
     return float((orders @ late_ns >= (1 - 1e-9) * float(lost @ late_ns)).mean())
 
 

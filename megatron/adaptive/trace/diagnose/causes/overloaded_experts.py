@@ -1,4 +1,4 @@
-"""Finds ranks whose experts get more tokens than those of other ranks, so that these wait."""
+"""Finds ranks whose experts get more tokens than those of other ranks, so that other ranks wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OverloadedExperts(Cause):
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        # All ranks with the same pipeline rank wait for the overloaded one, so all get faster.
+        # All ranks with the same pipeline rank wait for the overloaded rank, so all get faster.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -51,7 +51,7 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio, to report a rank, of its experts' number of tokens to the mean over ranks."""
+"""Minimum ratio of a rank's number of tokens to the mean over ranks, to report the rank."""
 
 OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""
@@ -64,9 +64,9 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose experts get so many tokens that other ranks wait for them.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the all-to-all exchange after the experts, where the others
-    wait. The cost is the others' waiting time minus the rank's own, but at most the time that its
-    additional tokens can take.
+    most tokens is the last to reach the all-to-all exchange after the experts, in which the other
+    ranks wait. The cost is the waiting time of the other ranks minus that of this rank, but at most
+    the time that its additional tokens can take.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]

@@ -55,10 +55,10 @@ READING_SURE = 3.0
 """Minimum excess of a slow read's time in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of a rank's reads to judge them."""
+"""Minimum number of reads of a rank that are needed to judge its reads."""
 
 READING_ITERATIONS = 4
-"""Minimum number of iterations with these reads."""
+"""Minimum number of iterations in which a rank reads, to judge its reads."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:
@@ -85,7 +85,7 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
-        # Reading of a rank that hardly gets a processor takes long whatever it reads from.
+        # If a rank hardly gets a processor, its reads take long even from a fast disk.
         ready = 1 - starved(m, column, chosen)
         if share * ready < READING_OF_STEP or level * ready < READING_TIMES * before:
             # A rank that reads for twice the minimum fraction is reported even if all ranks read

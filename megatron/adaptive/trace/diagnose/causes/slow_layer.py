@@ -3,11 +3,11 @@
 ``--trace-detail layers`` records these times. Without them, a slow layer shows as a slow rank or as
 uneven stages.
 
-Layers of a model need not be of the same kind. The segments of a ``Pipeline`` are compared only
-with those that make the same calls: their kinds are in the header of the trace. Layers with experts
-and those that predict further tokens are left out. Of the rest, a layer is named only if its
-forward and its backward are both slow (recomputation makes the backward alone slower), and if no
-other layer is slow by about the same factor (as with every fourth layer of another kind).
+The layers of a model may be of several kinds. A segment of a ``Pipeline`` is compared only with
+segments that make the same calls; the header of the trace has the kind of each segment. Layers with
+experts and layers for multi-token prediction are not examined. Any other layer is reported only if
+its forward and its backward are both slow (recomputation makes only the backward slower), and if no
+other layer is slow by about the same factor (as if every fourth layer were of another kind).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SURE = 4.0
 """Minimum excess of a slow layer's time in standard errors."""
 
 FEWEST = 4
-"""Minimum number of layers with times in the run, to know what a layer takes."""
+"""Minimum number of timed layers in the run, to know the usual time of a layer."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of the layers that may be slow; more are of another kind than the rest."""
+"""Maximum fraction of slow layers; if there are more, they are taken for another kind of layer."""
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of each of a slow layer's passes, forward and backward, to that of others."""
+"""Minimum ratio of a slow layer's forward time, and backward time, to that of other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio for the model's last layer, which more often does other work than the rest."""
+"""Minimum ratio for the model's last layer, which often does work that other layers do not."""
 
 ALIKE = 1.25
 """Maximum ratio of the times of two slow layers, to take them for layers of another kind."""
@@ -97,7 +97,7 @@ class _Layer:
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than those of their rank and of the run."""
+    """Returns findings for layers that are slower than other layers of their rank and the run."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)
@@ -105,7 +105,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the number of a layer's kind."""
+    """Returns the number of a layer's kind; -1 if the trace has no kind for the layer."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 
@@ -138,7 +138,7 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
             continue
-        # Layers of ranks that wait for processors most of the time differ by chance.
+        # If a rank waits for processors most of the time, its layers' times differ by chance.
         if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)
@@ -161,7 +161,8 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
 def _beside(layers: Sequence[_Layer], levels: Floats, layer: _Layer) -> float:
     """Returns the median time in ns of the other layers of a rank.
 
-    If there are none, it is infinite: the rank may be slow, and not its layer.
+    The result is infinite if the rank has no other layer, because the rank may be slow instead of
+    its layer.
     """
     others = [
         float(level)
@@ -190,9 +191,9 @@ def _are_spaced(indices: Sequence[int]) -> bool:
 
 
 def _layers(m: Measured) -> list[_Layer]:
-    """Returns the layers that can be compared and have times in most of the iterations.
+    """Returns the layers that can be compared and that were timed in most of the iterations.
 
-    These are layers without experts, and not those that predict further tokens, which come last.
+    Layers with experts, and layers for multi-token prediction, which come last, are excluded.
     """
     with_experts = {
         row[0] for of_rank in m.experts for marker in of_rank.values() for row in marker.tokens

@@ -49,11 +49,11 @@ class SlowLink(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
-        check = f"check the network of {hosts}, or leave one of them out"
+        check = f"check the network of {hosts}, or run without one of them"
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
-                "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
+                "use a schedule with more microbatches in flight (--pipeline-schedule adaptive "
                 f"or hinted, a larger --activation-cap): it hides the {finding.delay_ms:.3g} ms "
                 f"from rank {source} to rank {target}",
             )
@@ -76,7 +76,7 @@ LINK_ERRORS = 5.0
 """Minimum delay of a slow link's messages, as a number of standard deviations of their time."""
 
 LINK_ALONE = 0.25
-"""Like ``LINK_OF_AN_ACTION``, for a link with fewer than two others to compare it with."""
+"""Value of ``LINK_OF_AN_ACTION`` for a link with fewer than two other links to compare."""
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of its median delay."""
@@ -84,7 +84,7 @@ LINK_STEADY = 0.4
 LINK_OF_WAITS = 3.0
 """Minimum ratio of a slow link's delay to the waits for a processor of its ranks.
 
-A message is sent, and its arrival seen, by threads that may have to wait for a processor first.
+The threads that send a message and that notice its arrival may have to wait for a processor first.
 """
 
 LINK_CHANGE_SURE = 7.0
@@ -199,7 +199,7 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding | None:
-    """Returns a finding, ``None`` if its ranks waited for a processor about as long."""
+    """Returns a finding about a link; ``None`` if waits for a processor may explain the delay."""
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
         return None

@@ -73,7 +73,7 @@ The rest may be due to the ranks with which it is compared.
 """
 
 OF_LAYER = 0.5
-"""Minimum fraction of a rank's lost time that a slow layer must take, to be its cause."""
+"""Minimum fraction of a rank's lost time that a slow layer must take, to explain the slow rank."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -111,7 +111,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
         if _is_real(baselines, slow, log_work[:, slow.column]):
             finding = _slow_rank(m, baselines, slow)
             waited = starved(m, slow.column, slice(slow.first, slow.end))
-            # Ranks that wait for processors most of the time differ by chance.
+            # If ranks wait for processors most of the time, their times differ by chance.
             if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
                 findings.append(finding)
         baselines.remove(slow)
@@ -123,7 +123,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
 
-    The caller stops comparing other ranks with it, because all of them would look slow.
+    The caller stops comparing other ranks with this rank, because they would all look slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape

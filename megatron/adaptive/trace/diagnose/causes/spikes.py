@@ -71,7 +71,10 @@ SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 FEW_MICROBATCHES = 4
-"""Number of microbatches per step; with fewer, actions are compared across all iterations."""
+"""Minimum number of microbatches per step to compare actions within an iteration.
+
+With fewer microbatches, actions are compared across all iterations.
+"""
 
 OF_PARTIAL = 3
 """Minimum number of ranks in a pipeline to distinguish long microbatches from spikes on a rank."""

@@ -17,7 +17,7 @@ from megatron.adaptive.trace.diagnose.samples import Measured
 from megatron.adaptive.trace.diagnose.stage_costs import StageCosts, best_partition
 
 UNEVEN = 0.10
-"""Minimum fraction of the slowest rank's time that another partition saves if stages are uneven."""
+"""Minimum fraction of the slowest rank's time that another partition must save to be reported."""
 
 
 class UnevenStages(Cause):
@@ -27,7 +27,7 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # If a rank or a layer is slow, the stages may be uneven only because of it.
+        # If a rank or a layer is slow, the stages may be uneven only because of that rank or layer.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")
@@ -39,7 +39,7 @@ class UnevenStages(Cause):
         return [
             finding
             for finding in find_uneven_stages(m, evidence.times)
-            # Ranks that wait for processors most of the time differ by chance.
+            # If ranks wait for processors most of the time, their times differ by chance.
             if (finding.factor or 0)
             >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
         ]

@@ -42,7 +42,8 @@ def write_scalars(
     Args:
         run: Trace of the run.
         figures: Statistics of the ranks to show, by iteration.
-        folder: Folder to give TensorBoard as ``--logdir``; files of an earlier call are replaced.
+        folder: Folder to pass to TensorBoard as ``--logdir``; files of an earlier call are
+            replaced.
 
     Returns:
         Names of the curves.
@@ -58,8 +59,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # The times of a run with one clock are monotonic, and must be shifted to times of day. Those of
-    # a run with several clocks are times of day already.
+    # The times of a run with one clock are monotonic, and must be shifted to times of day. The
+    # times of a run with several clocks are times of day already.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
