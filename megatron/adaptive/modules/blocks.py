@@ -66,7 +66,11 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
-    """Returns whether to search a block for lists: blocks differ in size, and it is mostly a list."""
+    """Returns whether to search a block for lists of smaller blocks.
+
+    This is so if the blocks of its list differ in size, and a list within the block has most of the
+    block's parameters.
+    """
     if len({_num_parameters(other) for other in members}) == 1:
         return False
     lists = [module for module in member.modules() if _have_submodules(_members(module))]

@@ -145,7 +145,10 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether a checkpoint name belongs to a buffer, which forward passes may change."""
+        """Returns whether the tensor with this checkpoint name is a buffer of the model.
+
+        A forward pass may change buffers.
+        """
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
 
