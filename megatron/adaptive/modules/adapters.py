@@ -54,7 +54,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     """
     peft = _peft()
     if not isinstance(config, peft.LoraConfig):
-        raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
+        raise ConfigError(f"adapter is of type {type(config).__name__}: pass a LoraConfig of peft")
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(

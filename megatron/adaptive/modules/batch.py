@@ -231,8 +231,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
         numbers = []
     if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
         raise ConfigError(
-            f"num_items {num_items!r} was given for {count} microbatches: give one number from 0 on"
-            " for each"
+            f"num_items {num_items!r} was given for {count} microbatches: give one number of at"
+            " least 0 for each microbatch"
         )
     return numbers
 

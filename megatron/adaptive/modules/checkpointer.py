@@ -167,7 +167,7 @@ class Checkpointer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"extra cannot be written as JSON ({error}): give plain values"
+                f"extra cannot be written as JSON ({error}): give numbers, strings, lists and dicts"
             ) from None
         scaler = self._update.scaler
         return {
@@ -345,7 +345,7 @@ class Checkpointer:
         if kind not in (None, manifest["optimizer"]):
             raise CheckpointError(
                 f"{path} holds the state of {manifest['optimizer']}, the optimizer is {kind}: use "
-                "the same, or give optimizer=False"
+                "the saved type, or give optimizer=False"
             )
         for _, names in self._groups():
             options = [manifest["options"].get(name) for name in names]

@@ -415,12 +415,13 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is no parameter of the model"
+                    f"shared_weights names {name!r}, which is no parameter of the model: use "
+                    "names from model.named_parameters()"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two: assign one to the other before"
+                    f"model has two: assign one to the other before making the Pipeline"
                 )
 
 

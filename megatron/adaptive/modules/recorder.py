@@ -543,8 +543,8 @@ class CallRecorder(TorchFunctionMode):
         name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
-                f"{where()} calls a CutPoint that is no module of the model: make it in __init__ "
-                "and keep it as an attribute"
+                f"{where()} calls a CutPoint that is no module of the model: make it in "
+                "__init__ and keep it as an attribute"
             )
         if name in self.tape.cuts and name in self._optional:
             self._repeated.add(name)
@@ -630,8 +630,8 @@ class CallRecorder(TorchFunctionMode):
         for attribute in self._attributes:
             if self._storage(attribute.tensor) in changed:
                 raise ConfigError(
-                    f"the forward changes {attribute.name}, which is no buffer, so the recording "
-                    "loses the change: register it with register_buffer"
+                    f"the forward changes {attribute.name}, which is no buffer, so the "
+                    "recording loses the change: register it with register_buffer"
                 )
             tensor = attribute.current
             number = self._numbers.get(id(tensor))

@@ -117,7 +117,7 @@ def check_model(
             raise ConfigError(
                 f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
                 "GPTModel that is built after install() draws weights by layer; call install() "
-                "before, or leave first_weights out"
+                "before the model is built, or leave first_weights out"
             )
     names = ("moe_token_dispatcher_type", "recompute_granularity")
     settings.require(
@@ -140,8 +140,9 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
         )
     if getattr(config, "num_moe_experts", None) and not groups.experts:
         raise ConfigError(
-            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: ranks "
-            "that exchange tokens run the same actions; set these groups"
+            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: the "
+            "engine needs them to run the same actions on ranks that exchange tokens; set these "
+            "groups"
         )
 
 
