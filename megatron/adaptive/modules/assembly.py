@@ -79,7 +79,7 @@ _LIKE_FLAGS = (
 )
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
-"""Fills parameters and buffers in place, given by their names in the model."""
+"""Function that fills parameters and buffers in place. It gets them by their names in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -112,8 +112,8 @@ class PipelineSettings(SampledModel):
         schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes the default for this
-            pipeline.
+            of one microbatch for all stages of the process. ``None`` takes a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are computed in an action of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
@@ -437,7 +437,7 @@ def _hold(
     Args:
         request: Settings of the pipeline.
         names: Names of the parameters and buffers to keep.
-        device: Device on which they are kept.
+        device: Device on which the parameters and buffers are kept.
     """
     named = (*request.model.named_parameters(), *request.model.named_buffers())
     on_meta = {name for name, tensor in named if tensor.is_meta}

@@ -57,7 +57,7 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
     """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` contains anything but whole numbers.
+        ConfigError: If ``partition`` does not have this form.
     """
     try:
         if isinstance(partition, str):

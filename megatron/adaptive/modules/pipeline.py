@@ -119,8 +119,8 @@ class Pipeline:
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass runs again, instead of keeping their results in
-            memory: ``all``, only attention (``selective``), or those of the segments with these
-            indices. ``None`` for none.
+            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
+            these indices. ``None`` runs no calls again.
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
@@ -146,8 +146,8 @@ class Pipeline:
         schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes the default for this
-            pipeline.
+            of one microbatch for all stages of the process. ``None`` takes a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are computed in an action of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
@@ -185,7 +185,7 @@ class Pipeline:
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
         last_order: Index in the batch of each microbatch of the last step, in the order in which
             they ran.
-        times: Times of this process in the last step: computing, waiting and so on.
+        times: Times of this process in the last step, such as computing and waiting.
 
     Raises:
         ConfigError: If a setting, the sample batch or the model is invalid. The error message names

@@ -138,7 +138,10 @@ def _attention_ranges(tape: Tape) -> list[range]:
 
 
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
-    """Returns the index of the first matmul among these calls; ``None`` outside of the segment."""
+    """Returns the index of the first matmul among these calls, within the segment of the softmax.
+
+    Returns ``None`` if there is no such matmul.
+    """
     for number in numbers:
         if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:
             return None
@@ -148,7 +151,7 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor that existed before these calls and that they change in place.
+    """Returns the shape of a tensor that existed before these calls and is changed by them.
 
     Returns ``None`` if there is no such tensor. Buffers do not count, because a copy of each buffer
     is kept for the second run.

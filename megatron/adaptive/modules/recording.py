@@ -139,8 +139,8 @@ class SampledModel(Forward):
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass runs again, instead of keeping their results in
-            memory: ``all``, only attention (``selective``), or those of the segments with these
-            indices. ``None`` for none.
+            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
+            these indices. ``None`` runs no calls again.
     """
 
     sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]

@@ -73,9 +73,9 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Returns the object that moves segments; ``None`` if ``repartition`` is off.
+    """Returns the object that moves segments. Collective over all ranks.
 
-    Collective over all ranks.
+    Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
     """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None
@@ -83,7 +83,9 @@ def make_balancer(
 
 
 class SegmentBalancer:
-    """Measures the steps of a pipeline, and decides when segments move. Collective over all ranks.
+    """Measures the steps of a pipeline, and decides when segments move.
+
+    The methods are collective over all ranks.
 
     Args:
         request: Settings of the pipeline.

@@ -72,7 +72,7 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """Returns the ids of the tokens that stand for parts of images, videos and sound.
+    """Returns the ids of the tokens that stand for parts of images, videos and audio.
 
     A sample has such a token for each feature of an image, so there is nothing to learn from it.
 

@@ -1,4 +1,4 @@
-"""Measures the time of each segment of a ``Pipeline`` in traced steps with detail ``layers``.
+"""Measures the time of each segment of a ``Pipeline``, if ``trace_detail`` includes ``layers``.
 
 A stage runs its segments one after the other, and autograd runs their backward passes in reverse.
 So one time mark at each border divides the whole pass of a stage among its segments::

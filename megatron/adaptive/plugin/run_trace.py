@@ -287,7 +287,7 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns a chunk's number of layers, and two costs in multiply-adds per token.
 
-    The two costs are those of one layer and of computing logits.
+    The first cost is that of one layer, the second cost that of computing logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)

@@ -68,7 +68,8 @@ class Settings:
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
-            is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
+            is one microbatch in all chunks of the rank. ``None`` takes a default for the numbers of
+            stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
             the split costs nothing (see docs/reference/plugin.md).
