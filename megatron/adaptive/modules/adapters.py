@@ -1,8 +1,8 @@
 """Puts PEFT's low-rank adapters (LoRA, rsLoRA) into models on the ``meta`` device.
 
 PEFT makes the adapters' parameters on the device of the layer that they belong to. So on the
-``meta`` device they have no values, and each process sets those of its stages. The values depend
-only on a seed and on the layer's name, so they are the same for any number of processes.
+``meta`` device they have no values, and each process sets the values for its own stages. The values
+depend only on a seed and on the layer's name, so they are the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUPPORTED = {
     *("peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "target_parameters", "task_type", "use_rslora"),
 }
-"""Settings of a ``LoraConfig`` that may have any value; the others must have their default."""
+"""Settings of a ``LoraConfig`` that may have any value. All other settings need their default."""
 
 
 def _peft() -> Any:
@@ -42,24 +42,24 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.Module:
-    """Returns a model with adapters and frozen weights.
+    """Adds adapters to a model, freezes the model's own weights and returns the adapted model.
 
     Args:
         model: Model of ``transformers``; PEFT changes its layers in place.
         config: ``LoraConfig`` of PEFT.
-        folder: Folder of the model, which the adapters' configuration names.
+        folder: Folder of the model, recorded in the adapters' configuration as the base model.
 
     Raises:
         ConfigError: If PEFT is not installed, or the configuration is not supported.
     """
     peft = _peft()
     if not isinstance(config, peft.LoraConfig):
-        raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
+        raise ConfigError(f"adapter is of type {type(config).__name__}: pass a LoraConfig of peft")
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter has init_lora_weights={start!r}, for which each process needs other weights "
-            'than its own: leave it out, or give True or "gaussian"'
+            f"adapter has init_lora_weights={start!r}, for which each process needs weights of "
+            'other processes: leave it out, or give True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():
@@ -80,7 +80,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Sets the values of the adapters whose parameters have memory.
+    """Draws initial values for the adapters that this process holds, not on the ``meta`` device.
 
     Args:
         model: Model with adapters.
@@ -108,7 +108,7 @@ def initialize_adapters(model: Any, seed: int) -> None:
 def adapter_file(
     model: Any, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Returns the configuration and the tensors that PEFT saves for a model's adapters.
+    """Returns the configuration and the tensors of a model's adapters, in the form that PEFT saves.
 
     Args:
         model: Model with adapters.

@@ -67,7 +67,7 @@ _ALIKE = (
     "partition",
     "seed",
 )
-"""Settings that decide what ranks send to each other."""
+"""Names of settings that must be equal on all ranks, because messages depend on them."""
 
 _LIKE_FLAGS = (
     "hang_after_s",
@@ -79,7 +79,7 @@ _LIKE_FLAGS = (
 )
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
-"""Fills parameters and buffers in place, given by their names in the model."""
+"""Function that fills parameters and buffers in place. It gets them by their names in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -89,12 +89,13 @@ class PipelineSettings(SampledModel):
     Attributes:
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
-        order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
-            first and last, by the arithmetic counted in their recordings (``work``) or by predicted
-            time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
-            changes buffers in training takes only ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
-            or so that all take equally long, by counted ``work`` or predicted ``time``.
+        order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
+            order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
+            arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
+            the same order. A model whose forward pass changes buffers in training needs ``given``.
+        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` deals
+            microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
+            counted arithmetic or by predicted time.
         repartition: Whether segments, with their optimizer state, move between processes if
             measured times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, from 4.
@@ -111,27 +112,27 @@ class PipelineSettings(SampledModel):
         schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes the default for this
-            pipeline.
+            of one microbatch for all stages of the process. ``None`` takes a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are computed in an action of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
-            or a sequence of numbers.
+            or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, as in dropout.
         transport: Settings of the connections between processes; ``None`` takes the defaults.
         trace_dir: Folder to which traces are written; ``None`` writes none.
-        trace_detail: Details of a trace: ``actions``, also the forward and backward of each segment
-            (``layers``), or these and each collective (``collectives``).
+        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
+            and backward of each segment, ``collectives`` to add each collective too.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that the others wait
-            for is reported. 0 means never, ``None`` means 10 times the median step time, but at
-            least 30 s. Time between two steps is ignored.
+        hang_after_s: Time in seconds without progress after which the process that other processes
+            wait for is reported. 0 means never, ``None`` means 10 times the median step time, but
+            at least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
-            ``end`` also ends the job.
+            ``end`` also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
+            model is on the ``meta`` device. The function gets the tensors to fill by name.
     """
 
     max_recordings: int = 64
@@ -175,7 +176,7 @@ class PipelineSettings(SampledModel):
     def samples(self) -> int:
         """Returns the number of samples per step, over all replicas.
 
-        If the sample batch is a list, these are microbatches.
+        If the sample batch is a list, each of its microbatches counts as a sample.
         """
         if self.batch_size is not None:
             return self.batch_size
@@ -185,7 +186,7 @@ class PipelineSettings(SampledModel):
 
 
 def check_settings(request: PipelineSettings) -> None:
-    """Checks the values of settings, most of which are flags of the trainer with the same limits.
+    """Checks the values of settings. Most of them have the limits of the trainer's flags.
 
     Raises:
         ConfigError: If a value is outside its range.
@@ -197,7 +198,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Lists keyword arguments of ``Pipeline`` for the types of functions that pass them on."""
+    """Lists the keyword arguments of ``Pipeline``, as a type for functions that pass them on."""
 
     loss: Loss | None
     arguments: Mapping[str, Any] | None
@@ -246,8 +247,8 @@ class Assembly:
         update: Object that combines gradients and updates the parameters at the end of a step.
         forwards: Recordings of the sample batch.
         sample_work: Counted work of each segment for each signature of the sample batch.
-        segment_kinds: Number of each segment's kind, equal for those that make the same calls on
-            the first microbatch of the sample; empty if segments are not measured.
+        segment_kinds: Number of each segment's kind, equal for segments that make the same calls on
+            the first microbatch of the sample batch; empty if segments are not measured.
     """
 
     cut_points: tuple[str, ...]
@@ -264,10 +265,10 @@ class Assembly:
 
 
 def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
-    """Checks that all ranks have the same parameters and settings. Collective.
+    """Checks that all ranks have the same parameters and settings. Collective over all ranks.
 
-    Otherwise ranks would wait for messages or sums that never come. A parameter that is frozen on
-    one rank alone, for example, changes what its stage sends.
+    If ranks differed, they would wait for messages or sums that never come. A parameter that is
+    frozen on one rank alone, for example, changes the messages of its stage.
 
     Raises:
         ConfigError: If ranks differ. The message names the first difference.
@@ -286,7 +287,7 @@ def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
 def assemble(
     request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, placement: Placement
 ) -> Assembly:
-    """Cuts the model into stages and keeps those of this rank. Collective.
+    """Cuts the model into stages and keeps the stages of this rank. Collective over all ranks.
 
     Args:
         request: Settings of the pipeline, with all sizes filled in.
@@ -332,7 +333,7 @@ def assemble(
 def _check_replays(
     request: PipelineSettings, examples: Sequence[Example], microbatches: Sequence[Microbatch]
 ) -> None:
-    """Checks each recording with another microbatch of the same signature, if there is any."""
+    """Checks each recording with another microbatch of the same signature, if there is one."""
     forwards_of = {example.signature: example for example in examples}
     checked: set[Signature] = set()
     for microbatch in microbatches:
@@ -422,7 +423,7 @@ def _keep_part(
 
 
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
-    """Returns the kinds of all segments, empty if segments are not measured."""
+    """Returns the kind number of each segment; empty if segments are not measured."""
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
     return segment_kinds(examples[0].forwards.training)
@@ -431,12 +432,12 @@ def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[i
 def _hold(
     request: PipelineSettings, names: set[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Keeps parameters and buffers of the model; those on the ``meta`` device get their values.
+    """Keeps parameters and buffers of the model, and fills those on the ``meta`` device.
 
     Args:
         request: Settings of the pipeline.
         names: Names of the parameters and buffers to keep.
-        device: Device on which they are kept.
+        device: Device on which the parameters and buffers are kept.
     """
     named = (*request.model.named_parameters(), *request.model.named_buffers())
     on_meta = {name for name, tensor in named if tensor.is_meta}
@@ -448,14 +449,14 @@ def _hold(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionLayout:
-    """Contains what a partition means for the ranks of a pipeline.
+    """Contains the stages of a partition, and the parameters and buffers that ranks need for them.
 
     Attributes:
         cuts: Recordings of the sample batch, cut into stages.
         buffer_use: Ranks that use each buffer in these recordings.
         uses: Positions of the ranks that use each parameter, by name. The same on all ranks.
-        shared: Positions of the ranks that have a copy, ascending, by name of each parameter with
-            several copies. The same on all ranks.
+        shared: Ascending positions of the ranks that have a copy of a parameter, by name, for each
+            parameter with several copies. The same on all ranks.
         kept: Names of the parameters and buffers that this rank keeps.
     """
 
@@ -486,7 +487,7 @@ class PartitionLayout:
             microbatch_order: Order in which a replica runs its microbatches.
 
         Raises:
-            ConfigError: If the model cannot be cut so.
+            ConfigError: If the model cannot be cut into these stages.
         """
         cuts = [CutForwards.of(each, partition) for each in forwards]
         buffer_use = BufferUse(placement=placement, order=microbatch_order)
@@ -547,13 +548,13 @@ def _names_to_keep(
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
     kept = {name for name, ranks in uses.items() if pp_rank in ranks}
     for cut in cut_examples:
-        # Later recordings run the whole model on each rank, and its code reads these again.
+        # Later recordings run the whole model on each rank, and read these buffers again.
         kept |= cut.forwards.training.read_buffers | cut.forwards.evaluation.read_buffers
         for stage in stages:
             for plan in cut.plans(stage):
                 kept.update(plan.buffers)
-    # Checkpoints must contain parameters that no stage uses too, so the rank of the first stage
-    # keeps these.
+    # Checkpoints must also contain the parameters that no stage uses, so the rank of the first
+    # stage keeps them.
     if 0 in stages:
         kept.update(name for name in order if name not in uses)
     return kept
@@ -590,6 +591,6 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     for name, tensor in floats.items():
         if tensor.view(-1)[0].isnan():
             raise ConfigError(
-                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
-                "into each tensor that it gets, in place"
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}: make it write "
+                "values in place into each tensor that it gets"
             )

@@ -25,7 +25,7 @@ class Signature:
     """Describes the content of a microbatch; microbatches of equal signatures share a recording.
 
     Attributes:
-        entries: Name, shape and element type of each entry, ordered by name.
+        entries: Name, shape and dtype of each entry, ordered by name.
         values: Name of each entry whose values decide what the model does, and its values.
     """
 
@@ -57,7 +57,7 @@ class Signature:
 
 
 class BatchShape:
-    """Describes the entries and types that every batch must have, from a sample batch.
+    """Takes from a sample batch the entries and dtypes that every batch must have.
 
     Args:
         sample: Sample batch, with enough samples for a microbatch.
@@ -87,7 +87,7 @@ class BatchShape:
 
         Raises:
             ConfigError: If ``batch`` is not a dictionary of tensors, does not divide into
-                microbatches, or differs from the sample batch in entries or types.
+                microbatches, or differs from the sample batch in entries or dtypes.
         """
         count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
@@ -135,7 +135,7 @@ class BatchShape:
             batch: Batch that contains the microbatch.
             number: Number of the microbatch, from 0.
             device: Device on which the microbatch is needed.
-            names: Names of the batch entries to return, ``None`` for all.
+            names: Names of the batch entries to return; ``None`` for all entries.
         """
         start = number * self.micro_batch_size
         return {
@@ -145,10 +145,10 @@ class BatchShape:
 
 
 class MicrobatchList:
-    """Checks lists of microbatches, each of which has shapes of its own.
+    """Checks lists of microbatches whose shapes may differ.
 
     Args:
-        examples: Microbatches of the sample batch, whose element types later ones must have.
+        examples: Microbatches of the sample batch. Later microbatches must have the same dtypes.
     """
 
     def __init__(self, examples: Iterable[Microbatch]) -> None:
@@ -159,7 +159,7 @@ class MicrobatchList:
 
         Raises:
             ConfigError: If ``batch`` is not a list of dictionaries of tensors, or an entry has
-                another element type than in the sample batch.
+                another dtype than in the sample batch.
         """
         listed = microbatch_list(batch, "batch")
         for number, part in enumerate(listed):
@@ -173,7 +173,7 @@ def _require_type(entry: str, dtype: torch.dtype, expected: torch.dtype) -> None
     if dtype != expected:
         raise ConfigError(
             f"{entry} has elements of {dtype}, the sample_batch has {expected}: cast the batch, or "
-            "make the Pipeline with such a sample"
+            "make the Pipeline with a sample of this dtype"
         )
 
 
@@ -217,7 +217,7 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
     """Checks the numbers of items of a step's microbatches and returns them as floats.
 
     Args:
-        num_items: Number of items in each microbatch from the user, ``None`` if not given.
+        num_items: Number of items in each microbatch, as the user gave them; ``None`` if not given.
         count: Number of microbatches.
 
     Raises:
@@ -231,8 +231,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
         numbers = []
     if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
         raise ConfigError(
-            f"num_items {num_items!r} was given for {count} microbatches: give one number from 0 on"
-            " for each"
+            f"num_items {num_items!r} was given for {count} microbatches: give one number of at"
+            " least 0 for each microbatch"
         )
     return numbers
 
@@ -289,7 +289,7 @@ def require_whole(least: int, **values: Any) -> None:
         **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is no such number. The message names the first such setting.
+        ConfigError: If a setting is not such a number. The message names the first such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

@@ -1,15 +1,15 @@
-"""Finds the repeated blocks of a model, behind which it may be cut into stages.
+"""Finds the repeated blocks of a model, behind which the model may be cut into stages.
 
 ::
 
     model
-    ├── vision.layers       list of 24 blocks    ┐ a cut point behind each
+    ├── vision.layers       list of 24 blocks    ┐ a cut point behind each block
     ├── projector           plain layers         │ none: other lists have blocks
-    └── language.layers     list of 32 blocks    ┘ a cut point behind each
+    └── language.layers     list of 32 blocks    ┘ a cut point behind each block
             └── experts     list within a block    none: only outermost lists count
 
-The rules look at the structure of the model alone, not at names of classes. Whether the forward
-pass calls a block exactly once is not known here: the recorder sees that.
+The rules look at the structure of the model alone, not at names of classes. This module does not
+check that the forward pass calls each block exactly once. The recorder checks this.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
 
     A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
     and parameters. Lists within a block do not count, unless the blocks have unequal sizes and a
-    list has most of the parameters of one, as in models of several resolutions. Lists of layers
+    list has most of its block's parameters, as in models of several resolutions. Lists of layers
     without submodules count only if there are no other lists.
 
     Args:
-        model: Model to search. It stays unchanged.
+        model: Model to search, which stays unchanged.
     """
     lists: dict[str, list[nn.Module]] = {}
     _search("", model, lists, set())
@@ -54,7 +54,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns the members of a list of repeated blocks, an empty list for any other module."""
+    """Returns the members of a list of repeated blocks; an empty list for any other module."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)
@@ -66,7 +66,11 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
-    """Returns whether to search a block for lists: it is of unequal size and mostly a list."""
+    """Returns whether to search a block for lists of smaller blocks.
+
+    This is so if the blocks of its list differ in size, and a list within the block has most of the
+    block's parameters.
+    """
     if len({_num_parameters(other) for other in members}) == 1:
         return False
     lists = [module for module in member.modules() if _have_submodules(_members(module))]

@@ -1,9 +1,9 @@
-"""Saves and loads checkpoints of a pipeline, whose tensors have their names in the model.
+"""Saves and loads checkpoints of a pipeline, in which tensors have their names in the model.
 
 A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
 the same model can continue from it. All replicas have the same parameters, so only the ranks of the
 first replica save them. Buffers may differ between replicas, such as the running means of batch
-normalization; those of the first replica are saved. Snapshots in memory contain the same state as
+normalization; the first replica's buffers are saved. Snapshots in memory contain the same state as
 checkpoints.
 """
 
@@ -45,7 +45,7 @@ class Checkpointer:
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
-        model: The user's whole model. It shows which buffers are not persistent, and so not saved.
+        model: The user's whole model. Its non-persistent buffers are not saved.
         held: Parameters and buffers that this rank keeps, by name in the model.
         update: Object that owns the optimizer and the loss scale.
 
@@ -72,7 +72,7 @@ class Checkpointer:
 
     @property
     def _held(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers of this rank that are saved, by name."""
+        """Returns the parameters and buffers of this rank that checkpoints contain, by name."""
         return {
             name: tensor.detach()
             for name, tensor in self._all_held.items()
@@ -94,12 +94,12 @@ class Checkpointer:
             folder: Folder that contains the checkpoints of the run.
             head: Step, seed, loss scale and user values from :meth:`head`.
             is_behind: Whether a thread writes the files while training continues.
-            keep: Number of complete checkpoints to keep, ``None`` for all.
+            keep: Number of newest complete checkpoints to keep; ``None`` for all.
             state: Objects of the user with a ``state_dict``, by name.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
-            ConfigError: If ``keep`` is no valid number of checkpoints.
+            ConfigError: If ``keep`` is not a valid number of checkpoints.
         """
         return self.saver.save(
             PipelineFolder(folder),
@@ -117,10 +117,10 @@ class Checkpointer:
 
         Args:
             folder: Folder of checkpoints, visible to all nodes.
-            base: Folder on each node's local disk where checkpoints are written first, ``None`` to
+            base: Folder on each node's local disk where checkpoints are written first; ``None`` to
                 write to ``folder`` directly.
-            keep: Number of complete checkpoints to keep in each of the two folders; ``None`` keeps
-                all in ``folder``.
+            keep: Number of newest complete checkpoints to keep in each of the two folders; ``None``
+                keeps all in ``folder``.
         """
         shared = PipelineFolder(folder)
         self.saver.local = prepare(
@@ -129,10 +129,10 @@ class Checkpointer:
         return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns this rank's tensors by their names in a checkpoint, and the rest of its state.
+        """Returns this rank's tensors by their names in a checkpoint, and its other state.
 
-        The rest is the optimizer's type, the options of each parameter group, and the optimizer's
-        values that are no tensors.
+        The other state is the optimizer's type, the options of each parameter group, and the
+        optimizer's values that are not tensors.
 
         The tensors are not copied, so the next optimizer step changes them.
         """
@@ -145,12 +145,15 @@ class Checkpointer:
         return tensors, {"kind": self._kind(), "groups": groups, "plain": plain}
 
     def is_buffer(self, name: str) -> bool:
-        """Returns whether a name is that of a model's buffer, which a forward pass may change."""
+        """Returns whether the tensor with this checkpoint name is a buffer of the model.
+
+        A forward pass may change buffers.
+        """
         model_name = name.removeprefix(_MODEL)
         return model_name != name and model_name not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the part of a checkpoint's manifest that is the same on all ranks.
+        """Returns the entries of a checkpoint's manifest that are the same on all ranks.
 
         Args:
             step: Number of training steps so far.
@@ -164,7 +167,7 @@ class Checkpointer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"extra cannot be written as JSON ({error}): give plain values"
+                f"extra cannot be written as JSON ({error}): give numbers, strings, lists and dicts"
             ) from None
         scaler = self._update.scaler
         return {
@@ -332,7 +335,7 @@ class Checkpointer:
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
     def _check_optimizer(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Checks that the optimizer matches the saved one in type and parameter groups."""
+        """Checks that the optimizer has the type and parameter groups of the saved optimizer."""
         kind = self._kind()
         if self._update.parameters and kind is None:
             raise ConfigError(
@@ -342,7 +345,7 @@ class Checkpointer:
         if kind not in (None, manifest["optimizer"]):
             raise CheckpointError(
                 f"{path} holds the state of {manifest['optimizer']}, the optimizer is {kind}: use "
-                "the same, or give optimizer=False"
+                "the saved type, or give optimizer=False"
             )
         for _, names in self._groups():
             options = [manifest["options"].get(name) for name in names]
@@ -363,7 +366,7 @@ class Checkpointer:
     ) -> dict[str, dict[str, Any]]:
         """Returns an optimizer state for this rank's parameters, with empty tensors to read into.
 
-        Values that are no tensors are taken from the manifest.
+        Values that are not tensors are taken from the manifest.
         """
         states: dict[str, dict[str, Any]] = {
             name: dict(manifest["states"].get(name, {})) for name in self._update.parameters
@@ -399,12 +402,12 @@ class Checkpointer:
 
 
 class PipelineState(SnapshotState):
-    """Provides a rank's state for snapshots: copies in memory that survive a crash of the rank.
+    """Provides a rank's state for snapshots, which are copies in memory that survive its crash.
 
     Args:
         checkpointer: Object that reads and writes the rank's state.
         head: Function that calls :meth:`Checkpointer.head` and returns its result.
-        state: Objects of the user whose ``state_dict`` is saved too, by name.
+        state: Objects of the user whose ``state_dict`` is also saved, by name.
     """
 
     def __init__(
@@ -434,7 +437,7 @@ class PipelineState(SnapshotState):
         return {"has_common": True}
 
     def is_changed(self) -> bool:
-        """Returns whether the set of tensors changed, as it does in an optimizer's first step."""
+        """Returns whether the set of tensors changed, as in an optimizer's first step."""
         return _layout(self._checkpointer.apart()[0]) != self._layout
 
 
@@ -468,7 +471,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
 def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
-    """Reads the saved states of the user's objects with these names."""
+    """Reads the saved states of the user's objects with the given names."""
     states: dict[str, Any] = {}
     if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
         states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)

@@ -7,8 +7,8 @@
                                       │
           counted work of the sample's recordings, or measured times of the steps so far
 
-All ranks decide alike from the same numbers. Before each step they compare what they decided from,
-because two ranks that decide differently would lose microbatches, or train them twice.
+All ranks make the same decisions from the same numbers. Before each step they compare these
+numbers, because ranks with different decisions would lose microbatches or train them twice.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ Dealing = Literal["turns", "work", "time"]
 """Way to distribute the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Number of steps at the start after each of which costs are fitted; later, steps between fits."""
+"""Number of first steps that are each followed by a fit of costs; later, steps between fits."""
 _ADVISED_AFTER = 2 * _REFIT_STEPS
 """Number of measured steps after which a better partition is reported, if there is one."""
 _WORTH = 0.1
-"""Minimum relative reduction of the largest stage for reporting a better partition."""
+"""Minimum relative reduction of the longest stage time for which a partition is reported."""
 _LEAST_COST = 0.02
 """Cost that dealing adds to each microbatch, relative to the mean.
 
 Without it, all microbatches with a predicted cost of 0 would go to the same replica.
 """
 _DIGEST_BYTES = 6
-"""Size of a digest, which a floating-point number of 64 bits must hold exactly."""
+"""Size of a digest in bytes, small enough that a 64-bit float holds the digest exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """Contains numbers that differ for lists of other contents.
+    """Contains hash values that show whether two lists of microbatches have the same content.
 
     Attributes:
-        kinds: Digest of names, shapes and element types of tensors, and of other objects; never 0.
-        read: Digest that says which tensors' values count.
-        values: Digest of these values.
+        kinds: Digest of names, shapes and dtypes of tensors, and of other objects; never 0.
+        read: Digest of the names of those tensors whose values were read.
+        values: Digest of the values of these tensors.
     """
 
     kinds: int = 0
@@ -75,7 +75,10 @@ class Digest:
     values: int = 0
 
     def is_alike(self, other: Digest) -> bool:
-        """Returns whether the contents may be equal; values decide if both read the same."""
+        """Returns whether the contents may be equal.
+
+        Values are compared only if both digests read the values of the same tensors.
+        """
         if self.kinds != other.kinds:
             return False
         return self.read != other.read or self.values == other.values
@@ -87,11 +90,11 @@ class DealtList(list[Microbatch]):
     Args:
         batch: All microbatches of the step.
         numbers: Indices in ``batch`` of this replica's microbatches, ascending.
-        digest: Digest that is alike on ranks that dealt alike.
+        digest: Digest that is alike on ranks that dealt the same batch in the same way.
 
     Attributes:
         numbers: Indices in the whole batch of this replica's microbatches, ascending.
-        digest: Digest that is alike on ranks that dealt alike.
+        digest: Digest that is alike on ranks that dealt the same batch in the same way.
         total: Number of microbatches in the whole batch.
     """
 
@@ -106,21 +109,21 @@ class DealtList(list[Microbatch]):
 
     @property
     def is_unchanged(self) -> bool:
-        """Returns whether the list has its original microbatches in their order."""
+        """Returns whether the list still has its original microbatches in their original order."""
         return len(self) == len(self._dealt) and all(map(operator.is_, self, self._dealt))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Contains the facts about a step that ranks compare before it.
+    """Contains the facts about a step that ranks compare before the step.
 
     Attributes:
-        step: Number of the training step, -1 in an evaluation.
+        step: Number of the training step; -1 in an evaluation.
         refused: Whether this rank refuses its batch.
         is_listed: Whether the batch is a list of microbatches.
         has_items: Whether the numbers of items of the microbatches are known.
         content: Digest of the replica's microbatches.
-        dealt: Digest of the whole batch and its distribution over replicas, empty without dealing.
+        dealt: Digest of the whole batch and its distribution over replicas; empty without dealing.
         order: Digest of the order in which the replica runs its microbatches.
     """
 
@@ -133,7 +136,7 @@ class Declared:
     order: int = 0
 
     def encoded(self) -> list[float]:
-        """Returns the fields as numbers, those of digests one after the other."""
+        """Returns the fields as a flat list of numbers; a digest becomes one number per field."""
         values: list[float] = []
         for value in vars(self).values():
             values += vars(value).values() if isinstance(value, Digest) else [value]
@@ -154,10 +157,10 @@ class Declared:
 
 
 class Content:
-    """Describes microbatches by numbers.
+    """Describes the content of microbatches by numbers, from which costs are predicted.
 
-    The numbers are the elements of each entry, for entries of whole numbers also the elements times
-    the length of the last axis (such as the pairs of tokens), and 1.
+    The numbers are: the number of elements of each entry; for each entry of integers also this
+    number times the length of the last axis (such as the pairs of tokens); and 1.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -174,15 +177,15 @@ class Content:
 
     @property
     def labels(self) -> list[str]:
-        """Returns a name for each number that describes a microbatch."""
+        """Returns a name for each of the numbers that describe a microbatch."""
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers that describe a microbatch, 0 for entries that it lacks."""
+        """Returns the numbers that describe a microbatch; 0 for entries that it lacks."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
-        """Returns the numbers of the microbatches with this signature."""
+        """Returns the numbers that describe microbatches with this signature."""
         return self._of_shapes({name: shape for name, shape, _ in signature.entries})
 
     def _of_shapes(self, shapes: Mapping[str, torch.Size]) -> Numbers:
@@ -198,8 +201,9 @@ def digest_of(parts: Iterable[object]) -> Digest:
     """Returns the digest of a list.
 
     Args:
-        parts: Microbatches, whose shapes, element types and whole numbers count, or other objects,
-            whose ``repr`` counts. Values on a GPU do not count, because reading them takes time.
+        parts: Microbatches or other objects. The digest depends on the shapes, dtypes and integer
+            values of microbatches, and on the ``repr`` of other objects. It ignores values on a
+            GPU, because reading them takes time.
     """
     kinds, read, values = (hashlib.blake2b(digest_size=_DIGEST_BYTES) for _ in range(3))
     for index, part in enumerate(parts):
@@ -220,7 +224,7 @@ def digest_of(parts: Iterable[object]) -> Digest:
 class ContentBalance:
     """Decides by predicted cost in which order, and on which replica, microbatches run.
 
-    Collective over all ranks, if an order or dealing by cost is chosen.
+    The constructor is collective over all ranks if an order or dealing by cost is chosen.
 
     Args:
         order: Order in which a replica runs its microbatches.
@@ -271,11 +275,13 @@ class ContentBalance:
     def _begin_fits(self) -> None:
         self._times = ContentCosts(self._placement, self._partition, self._segments)
         self._steps = self._fits = 0
-        # Sums of the last training step, which are sent before the next one.
+        # Sums of the last training step's times, which are sent before the next step.
         self._sums: list[float] = []
 
     def use(self, partition: Sequence[int]) -> None:
-        """Begins to fit the costs of other stages. All ranks must do so after the same step.
+        """Discards the measured costs, and estimates the costs of a new partition's stages.
+
+        Must be called on all ranks after the same step.
 
         Args:
             partition: Number of segments in each stage.
@@ -284,11 +290,11 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Returns a fit of counted work to the content of the sample's recordings.
+        """Returns a fit that predicts counted work from content, made from the sample's recordings.
 
         Args:
             work: Counted work of each recording.
-            start: Indices of the numbers that explain the work at first; empty for all.
+            start: Indices of the content numbers with which the fit starts; empty for all.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -298,9 +304,9 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the fitted time of one unit of each number, by its name, for each stage.
+        """Returns for each stage the fitted seconds per unit of each content number, by its name.
 
-        Empty before the first fit.
+        The list is empty before the first fit.
         """
         labels = self._content.labels
         if not self._fits:
@@ -309,9 +315,9 @@ class ContentBalance:
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Returns the mean time of each segment for the microbatches of the steps so far.
+        """Returns the mean seconds of each segment for the microbatches of the steps so far.
 
-        Empty before the first fit.
+        The tuple is empty before the first fit.
         """
         return self._times.segment_costs() if self._fits else ()
 
@@ -325,9 +331,9 @@ class ContentBalance:
         rows = [self._content.numbers(microbatch) for microbatch in batch]
         if rule == "time" and self._fits:
             return [self._times.cost(row) for row in rows]
-        # A single fit for the whole model, so that its partition does not matter. What is the same
-        # in all microbatches cannot explain why their costs differ, so it counts like the
-        # microbatch itself, whose number is the last.
+        # Use a single fit for the whole model, so that the partition does not matter. A number that
+        # is equal in all microbatches cannot explain why their costs differ. So start with the
+        # unequal numbers and the last number, which is 1 for each microbatch.
         columns = list(zip(*rows, strict=True))
         unequal = {index for index, column in enumerate(columns) if len(set(column)) > 1}
         totals = [math.fsum(work) for work in self._sample_work.values()]
@@ -339,7 +345,7 @@ class ContentBalance:
 
         Args:
             microbatches: Microbatches of the replica.
-            work: Counted work of each, over all stages.
+            work: Counted work of each microbatch, over all stages.
         """
         if self._order == "given":
             return list(range(len(microbatches)))
@@ -350,10 +356,11 @@ class ContentBalance:
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
         """Returns this replica's microbatches of a whole batch.
 
-        ``None`` if the batch is a list of other things, and they are dealt in turns.
+        Returns ``None`` if the batch is a list of objects that are not microbatches, and
+        ``dealing`` is ``turns`` or there is one replica.
 
         Raises:
-            ConfigError: If the batch is a list of other things, and dealing is by cost.
+            ConfigError: If the batch is a list of such objects, and ``dealing`` is by cost.
         """
         replicas = self._mesh.dp_size
         is_of_microbatches = all(isinstance(part, Mapping) for part in batch)
@@ -369,7 +376,8 @@ class ContentBalance:
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
         each = [cost + least_cost for cost in each]
-        # Evaluations take any number of microbatches, so only check_total() refuses some.
+        # An evaluation accepts any number of microbatches, so only check_total(), which is called
+        # before training, rejects a number.
         if self._is_trainable(len(batch)):
             dealt = deal([each] * replicas, group=self._group, least=self._least)
         else:
@@ -377,15 +385,15 @@ class ContentBalance:
         return DealtList(batch, dealt[self._mesh.dp_rank], digest_of([*batch, dealt]))
 
     def _is_trainable(self, total: int) -> bool:
-        """Returns whether so many microbatches can be dealt to replicas that train."""
+        """Returns whether replicas can train this total number of microbatches."""
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
         """Checks that the schedule can train the number of microbatches of a dealt list.
 
         Raises:
-            ConfigError: If the whole batch had too few microbatches, or their number does not
-                divide.
+            ConfigError: If the whole batch had too few microbatches, or their number is not a
+                multiple that the schedule needs.
         """
         replicas = self._mesh.dp_size
         if self._dealing == "turns" or replicas == 1 or not isinstance(batch, DealtList):
@@ -398,7 +406,7 @@ class ContentBalance:
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns the index of each microbatch of this replica in the whole step.
+        """Returns the index of each microbatch of this replica among those of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.
@@ -406,8 +414,8 @@ class ContentBalance:
             is_listed: Whether the batch is a list of microbatches.
 
         Raises:
-            ConfigError: If microbatches are dealt by cost, and the list is not one of
-                :meth:`share`.
+            ConfigError: If microbatches are dealt by cost, and the list is not an unchanged result
+                of :meth:`share`.
         """
         mesh = self._mesh
         if not is_listed:
@@ -422,15 +430,15 @@ class ContentBalance:
         return batch.numbers
 
     def agree(self, declared: Declared, error: Exception | None = None) -> None:
-        """Compares the facts of all ranks before a step, and exchanges times. Collective.
+        """Compares all ranks' facts before a step, and exchanges times. Collective over all ranks.
 
         Args:
             declared: Facts about the step on this rank.
-            error: Error with which this rank refuses its batch.
+            error: Error with which this rank refuses its batch; ``None`` if it accepts the batch.
 
         Raises:
-            ConfigError: If a rank refuses its batch, or ranks disagree. The same on all ranks, but
-                a rank that refuses raises its own error.
+            ConfigError: If a rank refuses its batch, or ranks disagree. All ranks raise the same
+                error, but a rank that refuses its batch raises its own error.
         """
         sums = self._sums or [0.0] * self._times.num_sums
         self._sums = []
@@ -446,7 +454,10 @@ class ContentBalance:
             self._add_times([row[len(row) - len(sums) :] for row in rows])
 
     def _refuse(self, error: Exception | None) -> None:
-        """Raises this rank's error, or one that names another rank that refused. Collective."""
+        """Raises this rank's error, or an error that names a rank that refused its batch.
+
+        Collective over all ranks.
+        """
         texts = self._mesh.gather(None if error is None else str(error))
         if error is not None:
             raise error
@@ -454,10 +465,10 @@ class ContentBalance:
         raise ConfigError(f"rank {rank} refuses its batch: {text}")
 
     def _require_equal(self, answers: Sequence[Declared]) -> None:
-        """Checks that ranks know the same.
+        """Checks that all ranks have the same facts about the step.
 
         Raises:
-            ConfigError: If they do not.
+            ConfigError: If a fact differs between two ranks.
         """
         texts = {
             "step": "are in different steps: call step() and eval() equally often on all processes",
@@ -483,7 +494,7 @@ class ContentBalance:
                     raise ConfigError(f"ranks {first} and {second} {text}")
 
     def begin(self, rows: Sequence[Microbatch]) -> None:
-        """Notes the microbatches of a training step, in the order in which they run."""
+        """Stores the content of a training step's microbatches, in the order in which they run."""
         if self._is_timed:
             self._rows = [self._content.numbers(part) for part in rows]
 
@@ -496,7 +507,7 @@ class ContentBalance:
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds the sums of all ranks to the fits, and fits if it is due."""
+        """Adds all ranks' sums of times to the fits, and computes the fits again if this is due."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -508,7 +519,7 @@ class ContentBalance:
             self._advise()
 
     def _advise(self) -> None:
-        """Prints a line on the first rank if another partition suits the content much better."""
+        """Prints a line on the first rank if another partition would be much better."""
         seconds = self.segment_seconds
         partition = balanced(seconds, len(self._partition))
         largest, least = (_largest(seconds, each) for each in (self._partition, partition))
@@ -530,7 +541,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Values are compared with those of the first rank that has read the same tensors.
+        # Compare each digest with that of the first rank that has read the same tensors' values.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):
@@ -539,7 +550,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 def _largest(seconds: Sequence[float], partition: Sequence[int]) -> float:
-    """Returns the time of the largest stage of a partition, from the times of the segments."""
+    """Returns the time of a partition's longest stage, from the times of the segments."""
     costs = iter(seconds)
     return max(sum(itertools.islice(costs, size)) for size in partition)
 
@@ -553,7 +564,7 @@ def check_rules(order: str, dealing: str) -> None:
     """Checks the settings ``order`` and ``dealing``.
 
     Raises:
-        ConfigError: If one has no such value.
+        ConfigError: If a setting is not one of its allowed values.
     """
     for name, value, values in (
         ("order", order, get_args(MicrobatchOrder)),

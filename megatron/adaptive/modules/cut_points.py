@@ -22,7 +22,7 @@ NO_BLOCKS = (
 
 
 def mark(tensors: Any, cut_point: int, passing: int) -> Any:
-    """Returns ``tensors`` unchanged; an active recorder notes that the cut point was reached.
+    """Returns ``tensors`` unchanged; shows an active recorder that the cut point was reached.
 
     Args:
         tensors: A tensor, or tuples, lists and dictionaries of tensors.
@@ -45,7 +45,7 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# Tensor for mark() to test whether a recorder is active: if so, has_torch_function() returns true.
+# mark() tests with this tensor whether a recorder is active: has_torch_function() is then true.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
@@ -66,7 +66,7 @@ class CutPoint(torch.nn.Module):
 
     Attributes:
         is_optional: Whether to ignore the cut point if the sample's forward pass does not call it
-            exactly once. Otherwise this is an error.
+            exactly once. If false, this is an error.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class CutPoint(torch.nn.Module):
 
         ``Pipeline`` and ``Profiler`` call this for a model without cut points. Repeated blocks are
         the members of a ``ModuleList`` or ``Sequential`` that has at least two members of one
-        class, such as the layers of an encoder and those of a decoder. A block that the sample's
-        forward pass does not call exactly once is not cut.
+        class, such as the layers of an encoder or a decoder. The model is not cut behind a block
+        that the sample's forward pass does not call exactly once.
 
         Args:
             model: Model without cut points.
@@ -118,7 +118,7 @@ class CutPoint(torch.nn.Module):
         return cut_points
 
     def forward(self, *values: Any) -> Any:
-        """Returns the argument, or a tuple of the arguments if there are several."""
+        """Returns its argument; several arguments are returned as a tuple."""
         value = values[0] if len(values) == 1 else values
         return mark(value, id(self), next(_PASSINGS))
 
@@ -133,13 +133,13 @@ def cut_points_of(model: torch.nn.Module) -> dict[str, CutPoint]:
 
 
 def are_added(model: torch.nn.Module) -> bool:
-    """Returns whether a model has cut points, and :meth:`CutPoint.between_blocks` added them."""
+    """Returns whether a model has cut points that :meth:`CutPoint.between_blocks` added."""
     cut_points = cut_points_of(model).values()
     return bool(cut_points) and all(cut_point.is_optional for cut_point in cut_points)
 
 
 def describe(cut_points: Iterable[str]) -> str:
-    """Returns the number of added cut points in each list of blocks, as ``32 in model.layers``.
+    """Returns the number of cut points in each list of blocks as text: ``32 in model.layers``.
 
     Args:
         cut_points: Names of the cut points in the model.

@@ -1,4 +1,4 @@
-"""Cuts a recorded forward pass into stages, and lists each stage's calls, parameters and messages.
+"""Cuts a recorded forward pass into stages, and lists their calls, parameters and messages.
 
 ::
 
@@ -9,9 +9,9 @@
     mask ──────────────────────────────> used      mask crosses both borders, through stage 1
 
 A tensor that is computed before a border and used after it is sent across the border in a message.
-Tensors that a few calls compute from inputs and buffers, such as positions and masks, are not sent.
-Instead, each stage that uses such a tensor computes it again, because every stage has the inputs of
-the batch.
+Some tensors, such as positions and masks, are computed from inputs and buffers by a few calls. They
+are not sent. Instead, each stage that uses such a tensor computes it again, because every stage has
+the inputs of the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     """Checks that there are at least as many segments as stages.
 
     Raises:
-        ConfigError: If there are fewer segments than stages. The message has both numbers.
+        ConfigError: If there are fewer segments than stages. The message states both numbers.
     """
     if num_stages > num_segments == 1:
         raise ConfigError(
@@ -54,10 +54,10 @@ def check_stages(num_segments: int, num_stages: int) -> None:
 
 
 def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
-    """Reads the number of segments per stage from a partition such as ``3-4-5``.
+    """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` is not of this form.
+        ConfigError: If ``partition`` does not have this form.
     """
     try:
         if isinstance(partition, str):
@@ -98,15 +98,15 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
             f"{len(weights)} weights were given for {num_segments} segments: give one for each "
-            "piece between cut points"
+            "segment between cut points"
         )
 
 
 def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Divides segments among stages so that the most expensive stage costs as little as possible.
 
-    If several partitions are equally good, the one with the smallest sum of squared stage costs is
-    chosen.
+    If several partitions are equally good, the partition with the smallest sum of squared stage
+    costs is chosen.
 
     Args:
         weights: Cost of each segment, in any unit, at least 0.
@@ -140,15 +140,15 @@ class StagePlan:
 
     Attributes:
         calls: Indices of the stage's calls on the tape, in the order in which they run.
-        received: Tensors that the stage receives from the previous one, in the order of the
+        received: Tensors that the stage receives from the previous stage, in the order of the
             message.
-        sent: Tensors that the stage sends to the next one, in the order of the message.
+        sent: Tensors that the stage sends to the next stage, in the order of the message.
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Tensors that the stage changes in place but does not own, so it must copy them
-            first.
-        result: Index of the loss on the tape in the last stage, ``None`` in other stages.
+        copied: Tensors that the stage changes in place although it does not own them, so it must
+            copy them first.
+        result: Index of the loss on the tape in the last stage; ``None`` in other stages.
         segments: Indices of the stage's segments in the model.
     """
 
@@ -217,7 +217,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns a number for each segment, equal for those that make the same calls."""
+    """Returns a number for each segment; segments that make the same calls have equal numbers."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -226,7 +226,7 @@ def segment_kinds(tape: Tape) -> tuple[int, ...]:
 
 
 def _needed(tape: Tape) -> list[int]:
-    """Returns the indices of calls that change tensors in place or that the loss depends on."""
+    """Returns the indices of calls that the loss depends on, or that change tensors in place."""
     needed = {tape.loss}
     numbers = []
     for number in range(len(tape.calls) - 1, -1, -1):
@@ -299,7 +299,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that recompute a tensor, ``None`` if it must be sent instead."""
+        """Returns the calls that compute a tensor again; ``None`` if the tensor must be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -361,7 +361,7 @@ class _Slicer:
         """Checks that no other stage reads a tensor whose memory was changed in place.
 
         Args:
-            view: Tensor that shares memory with the changed one.
+            view: Index on the tape of a tensor that shares memory with the changed tensor.
             old: Index on the tape of the changed tensor before the change.
             new: Index on the tape of the changed tensor after the change.
             number: Index of the call that changes the tensor.
@@ -369,12 +369,12 @@ class _Slicer:
             readers: Indices of the calls that read the view.
 
         Raises:
-            ConfigError: If the view is read in another stage after the change.
+            ConfigError: If another stage reads the view after the change.
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is made after the change sees the new content in any stage, so it needs no
-        # check.
+        # A view that is made after the change has the new content in any stage, so no check is
+        # needed.
         if (view == new and old != new) or value.made_by > number:
             return
         later = [reader for reader in readers if reader > number]
@@ -415,23 +415,24 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is no parameter of the model"
+                    f"shared_weights names {name!r}, which is no parameter of the model: use "
+                    "names from model.named_parameters()"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two: assign one to the other before"
+                    f"model has two: assign one to the other before making the Pipeline"
                 )
 
 
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves the named parameters and buffers to a device, and frees the memory of the others.
+    """Moves the named parameters and buffers to a device, and frees the memory of all others.
 
-    Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
-    replaced by parameters with memory, whose values are not set. The other tensors are replaced by
-    tensors of the same shape on the ``meta`` device.
+    Kept parameters remain the same Python objects. Only kept parameters on the ``meta`` device are
+    replaced, by parameters with memory whose values are not set. Parameters and buffers that are
+    not kept are replaced by tensors of the same shape on the ``meta`` device.
 
     Args:
         model: The user's whole model.

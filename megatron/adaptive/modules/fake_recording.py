@@ -1,13 +1,13 @@
-"""Records a model that is on the ``meta`` device, without memory for its parameters.
+"""Records the forward pass of a model on the ``meta`` device, without memory for its parameters.
 
 ::
 
     parameters, buffers, microbatch ──replaced by fakes──> forward ──FakeRecorder──> Tape
 
-A fake (torch's ``FakeTensor``) has a shape, an element type and a device, but no memory and no
-values. Calls of torch on fakes compute only the shapes of results. If a call needs values, for
-example to choose a branch or a shape, the recorder computes them with real tensors: it runs the
-recorded calls on which the values depend. This works unless they depend on parameters or on random
+A fake (torch's ``FakeTensor``) has a shape, a dtype and a device, but no memory and no values.
+Calls of torch on fakes compute only the shapes of results. If a call needs values, for example to
+choose a branch or a shape, the recorder computes the values with real tensors: it runs the recorded
+calls on which the values depend. This works unless the values depend on parameters or on random
 numbers.
 """
 
@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# Names of the arguments of random operations that hold the probability to drop an element. With a
-# probability of 0 the operation draws no numbers.
+# An operation whose argument of one of these names is 0 drops no elements, so it draws no random
+# numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -53,15 +53,15 @@ class Fakes:
     """Replaces the tensors of a model and of a microbatch by fakes on one device.
 
     Args:
-        model: Model whose parameters or buffers are on the ``meta`` device, all or some.
+        model: Model with parameters or buffers on the ``meta`` device.
         sample: Tensors of the microbatch by name, on the device that the fakes should have.
 
     Attributes:
         device: Device that the fakes have.
         sample: Fakes of the microbatch's tensors, by name.
         mode: Mode of torch in which calls accept fakes.
-        values: Real tensors of the microbatch and real buffers of the model by ``input`` or
-            ``buffer`` and name; buffers on the ``meta`` device are left out.
+        values: Real tensors of the microbatch and real buffers of the model, by a pair of
+            ``input`` or ``buffer`` and the name. Buffers on the ``meta`` device are not in it.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ class Fakes:
                 self.values["buffer", name] = buffer
 
     def fake_of(self, value: Any) -> Any:
-        """Returns a fake of a tensor; returns any other value as it is."""
+        """Returns a fake of a tensor; returns any other value unchanged."""
         return self.fake(value) if isinstance(value, torch.Tensor) else value
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Puts fakes into the model and sets torch's mode; restores both on exit."""
+        """Puts fakes into the model and activates the mode for fakes; undoes both on exit."""
         fakes: dict[int, torch.Tensor] = {}
         tables = [
             (module, table, dict(table))
@@ -120,7 +120,8 @@ class _Operations(TorchDispatchMode):
     """Runs operations on fakes, and notes whether any of them draws random numbers.
 
     Attributes:
-        is_random: Whether such an operation has run since this was last set to ``False``.
+        is_random: Whether an operation has drawn random numbers since this attribute was last set
+            to ``False``.
     """
 
     is_random = False
@@ -130,14 +131,14 @@ class _Operations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs):
             self.is_random = True
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # The host's kernel takes other types too, but torch's shape function only bfloat16.
+            # The CPU kernel accepts other dtypes, but torch's shape function accepts only bfloat16.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs)
             return result.to(args[0].dtype)
         return func(*args, **kwargs)
 
 
 def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether an operation drops elements; true if it has no such probability."""
+    """Returns whether a random operation may draw numbers: false only for dropout with rate 0."""
     for index, parameter in enumerate(func._schema.arguments):
         if parameter.name in _PROBABILITIES:
             by_place: float = args[index] if index < len(args) else parameter.default_value
@@ -152,12 +153,12 @@ class FakeRecorder(CallRecorder):
     Args:
         model: Model in which :meth:`Fakes.in_model` has put the fakes.
         inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
-        freeze: Whether to allow Python to read tensor values, which are then the same for every
-            microbatch, instead of raising an error.
-        decisive: Names of the inputs whose values Python may read, because they are the same
+        freeze: Whether Python code may read tensor values, which then count as the same for every
+            microbatch. If false, reading them is an error.
+        decisive: Names of the inputs whose values Python code may read, because they are the same
             whenever the recording is used.
         fakes: Fakes of the model and of the microbatch.
-        may_miss: Whether the forward pass may leave out cut points.
+        may_miss: Whether the forward pass may skip cut points.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class FakeRecorder(CallRecorder):
             with self._operations:
                 return run(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            # The shape of indexed elements depends on the values of the index alone.
+            # The shape of the result of indexing depends only on the values of the index.
             indexed = args[0] if function is torch.Tensor.__getitem__ else None
             result = self._run_with_values(args, kwargs, run, indexed)
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns the index on the tape of a tensor, -1 if it is neither there nor in the model."""
+        """Returns a tensor's index on the tape; -1 if neither the tape nor the model has it."""
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
         return self._numbers.get(id(tensor), -1)
@@ -237,7 +238,8 @@ class FakeRecorder(CallRecorder):
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             run: Function to call.
-            unread: Fake whose values do not matter, so that zeros may replace them.
+            unread: Fake whose values do not matter, so that zeros can replace them; ``None`` if
+                all values matter.
         """
         fakes = [
             tensor
@@ -267,15 +269,15 @@ class FakeRecorder(CallRecorder):
 def values_on(
     tape: Tape, numbers: Iterable[int], sources: Mapping[tuple[str, str], torch.Tensor]
 ) -> dict[int, torch.Tensor] | None:
-    """Computes tensors of a tape with real tensors.
+    """Computes real values of tensors on a tape by running the calls that made them.
 
     Args:
         tape: Forward pass, recorded so far.
         numbers: Indices on the tape of the tensors to compute.
-        sources: Real inputs and buffers by ``input`` or ``buffer`` and name.
+        sources: Real inputs and buffers, by a pair of ``input`` or ``buffer`` and the name.
 
     Returns:
-        The tensors by index, or ``None`` if a tensor depends on a parameter or on random numbers.
+        Tensors by index, or ``None`` if a tensor depends on a parameter or on random numbers.
     """
     calls = _calls_for(tape, numbers)
     if any(call.is_random for call in calls):

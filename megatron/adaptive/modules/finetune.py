@@ -1,6 +1,6 @@
-"""Fine-tunes a folder of ``transformers`` on a file of samples, for ``train finetune``.
+"""Fine-tunes a saved model of ``transformers`` on a file of samples, for ``train finetune``.
 
-``examples/finetune/finetune.py`` is the same in short, to copy and change.
+``examples/finetune/finetune.py`` is a short version of this module, to copy and change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FineTuning:
 
     Attributes:
         model: Folder of the model.
-        data: Path of the file of JSON lines.
+        data: Path of the file of samples, in JSON lines.
         output: Folder for the tuned model, new or empty.
         image_folder: Folder that contains all images; ``None`` for the folder of ``data``.
         lora_rank: Rank of the adapters; 0 trains the whole model.
@@ -36,19 +36,19 @@ class FineTuning:
         batch_size: Number of samples per step, over all replicas.
         lr: Learning rate of AdamW at the first step; it falls to 0 along a cosine.
         max_length: Number of tokens after which a sample is cut off.
-        length_multiple: Number of which all lengths are made a multiple by padding.
-        eval_share: Share of the samples that is kept for evaluation.
+        length_multiple: Number to whose next multiple each sample is padded, in tokens.
+        eval_share: Share of the samples that is kept for evaluation, from 0 to below 1.
         pipeline_size: Number of processes per pipeline; ``None`` for all.
         schedule: Name of the schedule.
-        dtype: Name of the parameters' type, such as ``bfloat16``; ``None`` for that of the folder.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast, ``None`` for none.
+        dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` turns autocast off.
         recompute: Calls that the backward pass runs again, as for :class:`Pipeline`.
         slicing: Method of recording the forward pass, as for :class:`Pipeline`.
         seed: Seed of the order of samples, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
             save none.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
-        wandb: Project of Weights & Biases, ``None`` for none.
+        wandb: Project of Weights & Biases to log to; ``None`` to log to none.
         trust_remote_code: Whether Python code in the model's folder may be run.
     """
 
@@ -81,7 +81,7 @@ class FineTuning:
         Raises:
             ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
         """
-        # A wrong path should end the program now, not after the training.
+        # Check the path now, because an error after the training would lose the result.
         if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
             raise ConfigError(f"{self.output} exists and is not empty: name a new folder")
         processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
@@ -97,9 +97,10 @@ class FineTuning:
         return processor, samples
 
     def num_trained(self, num_samples: int) -> int:
-        """Returns the number of samples to train on; the others are for evaluation.
+        """Returns the number of samples to train on; the remaining samples are for evaluation.
 
-        It is the same for any number of processes, so that a checkpoint can be continued by more.
+        The number does not depend on the number of processes, so that a run can continue a
+        checkpoint with more processes.
 
         Args:
             num_samples: Number of all samples.
@@ -118,7 +119,7 @@ class FineTuning:
 
     @property
     def adapter(self) -> Any:
-        """Returns the configuration of the adapters for PEFT, ``None`` without adapters."""
+        """Returns PEFT's configuration of the adapters; ``None`` without adapters."""
         if not self.lora_rank:
             return None
         try:
@@ -131,12 +132,14 @@ class FineTuning:
 
 
 def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None:
-    """Fine-tunes the model, and saves it as a folder that ``transformers`` reads. Collective.
+    """Fine-tunes the model, and saves it as a folder that ``transformers`` reads.
+
+    Collective over all processes.
 
     Args:
         settings: Settings of the run.
-        processor: Processor of the model, which is saved beside it.
-        samples: SampleFile from :meth:`FineTuning.read`.
+        processor: Processor of the model, which is saved in the same folder.
+        samples: Samples from :meth:`FineTuning.read`.
     """
     with Pipeline.from_pretrained(
         settings.model,
@@ -165,7 +168,7 @@ class _Run:
     Args:
         settings: Settings of the run.
         pipeline: Pipeline of the model.
-        samples: SampleFile to train on and to evaluate with.
+        samples: Samples to train on and to evaluate with.
 
     """
 
@@ -184,7 +187,7 @@ class _Run:
         self._logger: Any = None
 
     def train(self) -> None:
-        """Trains all epochs, and evaluates after each one. Collective."""
+        """Trains all epochs, and evaluates after each epoch. Collective over all processes."""
         settings = self._settings
         pipeline = self._pipeline
         steps = self._steps_per_epoch * settings.epochs
@@ -192,7 +195,7 @@ class _Run:
         self._open_logger()
         self._say(
             f"{len(self._trained)} samples to train on, {len(self._held_out)} for evaluation, "
-            f"{self._samples.num_empty} without anything to learn left out"
+            f"{self._samples.num_empty} skipped because they have no learned tokens"
         )
         for step in pipeline.loop(
             steps,
@@ -213,7 +216,7 @@ class _Run:
                 self._log({"evaluation loss": loss})
 
     def state_dict(self) -> dict[str, int | str]:
-        """Returns what decides which samples a step trains, for checkpoints."""
+        """Returns the values that determine which samples each step trains, for checkpoints."""
         settings = self._settings
         return {
             "seed": settings.seed,
@@ -227,7 +230,8 @@ class _Run:
         """Checks that a checkpoint was made with the same order of samples.
 
         Raises:
-            CheckpointError: If it was not: samples would be left out or trained twice.
+            CheckpointError: If the order differs, because samples would be skipped or trained
+                twice.
         """
         for name, value in self.state_dict().items():
             saved = state.get(name)
@@ -245,9 +249,10 @@ class _Run:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss over all learned tokens that are kept for evaluation. Collective.
+        """Returns the mean loss over all learned tokens of the evaluation samples.
 
-        It takes as many samples at a time as a step, because more may not fit into memory.
+        Collective over all processes. Evaluates the samples in batches of a training step's size,
+        because more samples may not fit in memory.
         """
         pipeline = self._pipeline
         indices = self._held_out
@@ -256,7 +261,8 @@ class _Run:
         for start in range(0, len(indices), size):
             batch = [self._samples[index] for index in indices[start : start + size]]
             items = num_learned(batch)
-            # Each replica needs a sample; those that are repeated do not count.
+            # Each replica needs a sample, so repeat one if needed. Repeated samples count as 0
+            # items.
             missing = max(0, pipeline.replicas - len(batch))
             part = pipeline.share(batch + batch[:1] * missing)
             counted = [*items, *[0] * missing]
@@ -277,7 +283,7 @@ class _Run:
         return self._optimizers[-1]
 
     def _open_logger(self) -> None:
-        """Starts a run of Weights & Biases on the first process, if the user wants one."""
+        """Starts a run of Weights & Biases on the first process, if ``wandb`` is set."""
         if self._settings.wandb is not None and self._is_first:
             try:
                 import wandb

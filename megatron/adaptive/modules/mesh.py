@@ -1,4 +1,4 @@
-"""Determines the device, replica, pipeline rank and process groups of this process in the job."""
+"""Determines this process's device, replica, pipeline rank and process groups in the job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Mesh(Job):
             position_sets: Sets of positions in the pipeline; all ranks must pass the same sets.
 
         Returns:
-            The groups that contain this rank, by their set of positions.
+            Groups that contain this rank, by their set of positions.
         """
         groups = {}
         for positions in position_sets:
@@ -70,7 +70,7 @@ class Mesh(Job):
         """Returns the numbers of all replicas. Collective over this rank's ``dp_group``.
 
         Args:
-            numbers: Numbers of this replica; all replicas pass equally many.
+            numbers: Numbers of this replica; all replicas must pass the same count of numbers.
         """
         if self.dp_size == 1:
             return [list(numbers)]
@@ -85,7 +85,7 @@ class Mesh(Job):
 
 
 _store_of_process = functools.cache(meet)
-"""Returns the key-value store for rendezvous; all jobs of this process use the same store."""
+"""Returns the key-value store for rendezvous. All jobs of this process use the same store."""
 
 
 def join_job(timeout_s: float) -> Job:
@@ -137,7 +137,7 @@ def join_job(timeout_s: float) -> Job:
 
 
 def check_pipeline_size(size: int) -> int:
-    """Returns ``size`` if the number of processes is a multiple of it.
+    """Returns ``size`` if the number of processes is a multiple of ``size``.
 
     Raises:
         ConfigError: If the number of processes is not a multiple of ``size``.
@@ -156,7 +156,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
 
     Args:
         job: Job that all ranks have joined.
-        pipeline_size: Number of ranks per pipeline, ``None`` for one pipeline of all ranks.
+        pipeline_size: Number of ranks per pipeline; ``None`` for one pipeline of all ranks.
 
     Raises:
         ConfigError: If the number of ranks is not a multiple of ``pipeline_size``.
@@ -165,8 +165,8 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "megatron-core's parallel state is in use already: close the Pipeline before, or do "
-            "not initialize it"
+            "megatron-core's parallel state is already in use: close the other Pipeline first, or "
+            "do not initialize the parallel state"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)

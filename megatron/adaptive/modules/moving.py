@@ -2,9 +2,9 @@
 
 Between two steps all ranks change to another partition::
 
-    all ranks agree that they can ──> send what others need ──> keep only what the new stages use
-                                      (pairs of ranks, one         (recordings are cut again,
-                                       tensor after the other)      the optimizer stays)
+    all ranks agree to move ──> send what others need ──> keep only what the new stages use
+                                (pairs of ranks, one         (recordings are cut again,
+                                 tensor after the other)      the optimizer stays)
 
 Messages go over gloo, from host memory to host memory.
 """
@@ -31,14 +31,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class _Holdings:
-    """Contains the names of the tensors that a rank has and needs, and why it cannot move.
+    """Contains the names of the tensors that a rank has and needs, and why it refuses to move.
 
     Attributes:
         position: Replica and position in the pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
-        needed: Names of those that it keeps after the move.
-        groups: Options of the optimizer's parameter groups, ``None`` without an optimizer.
-        refusal: Reason why the rank cannot move; empty if it can.
+        needed: Names of the parameters and buffers that the rank keeps after the move.
+        groups: Options of the optimizer's parameter groups; ``None`` without an optimizer.
+        refusal: Reason why the rank cannot change its segments; empty if it can.
     """
 
     position: tuple[int, int]
@@ -53,9 +53,9 @@ class _Plan:
     """Contains the stages of a rank under the new partition.
 
     Attributes:
-        layout: Parameters and buffers of each rank.
-        part: New cuts, for later recordings.
-        cuts: Recordings of this rank, cut again.
+        layout: Parameters and buffers that each rank needs.
+        part: Description of the rank's new part of the model, for later recordings.
+        cuts: Recordings of this rank, cut into the new stages.
     """
 
     layout: PartitionLayout
@@ -65,13 +65,13 @@ class _Plan:
 
 @dataclass(kw_only=True)
 class _Parcel:
-    """Contains what moves with a parameter or buffer.
+    """Contains a parameter or buffer that moves, with its optimizer state.
 
     Attributes:
-        value: Values, in host memory.
-        group: Index of the optimizer's parameter group, ``None`` if it is in none.
-        tensors: Tensors of the optimizer's state, in host memory, by key.
-        on_host: Keys of those that the optimizer keeps in host memory.
+        value: Values of the parameter or buffer.
+        group: Index of the optimizer's parameter group; ``None`` if the tensor is in no group.
+        tensors: Tensors of the optimizer's state, by key.
+        on_host: Keys of the tensors that the optimizer keeps in host memory.
         plain: Other values of the optimizer's state, by key.
     """
 
@@ -102,10 +102,10 @@ class SegmentMover:
         self._grouped = set(self._layout(assembly.partition).shared.values())
 
     def move(self, partition: Sequence[int]) -> str | None:
-        """Changes to another partition, the same on all ranks.
+        """Changes to another partition. All ranks must pass the same partition.
 
         Returns:
-            Reason why all segments stay, the same on all ranks; ``None`` if they moved.
+            Reason why no segment moved, the same on all ranks; ``None`` if segments moved.
         """
         plan: _Plan | None = None
         refusal = ""
@@ -156,7 +156,7 @@ class SegmentMover:
         """Returns this rank's stages under a partition.
 
         Raises:
-            ConfigError: If the model or a later recording cannot be cut so.
+            ConfigError: If the model or a later recording cannot be cut into these stages.
         """
         layout = self._layout(partition)
         recordings = self._assembly.recordings
@@ -181,7 +181,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns why this rank cannot move, empty if it can."""
+        """Returns why this rank cannot change its segments; an empty text if it can."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]
@@ -202,7 +202,7 @@ class SegmentMover:
         return ""
 
     def _options(self) -> list[str] | None:
-        """Returns the options of each parameter group as text, ``None`` without an optimizer."""
+        """Returns the options of each parameter group as text; ``None`` without an optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return None
@@ -212,7 +212,7 @@ class SegmentMover:
         ]
 
     def _exchange(self, everyone: Sequence[_Holdings]) -> dict[str, _Parcel]:
-        """Sends what other ranks of the pipeline need; returns what this rank has received."""
+        """Sends tensors that other ranks of the pipeline need; returns the tensors received."""
         mesh = self._mesh
         of_position = {
             of_rank.position[1]: of_rank
@@ -242,7 +242,7 @@ class SegmentMover:
         return received
 
     def _send(self, name: str, rank: int) -> None:
-        """Sends a parameter or buffer with its optimizer state to a rank."""
+        """Sends a parameter or buffer, with its optimizer state, to another rank."""
         tensor = self._assembly.held[name]
         parcel = _Parcel(value=tensor.detach())
         optimizer = self._update.optimizer
@@ -267,7 +267,7 @@ class SegmentMover:
                 dist.send(content, dst=rank, group=self._mesh.control_group)
 
     def _receive(self, rank: int) -> _Parcel:
-        """Receives what :meth:`_send` sends."""
+        """Receives a parameter or buffer that :meth:`_send` on another rank sends."""
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._mesh.control_group)
         shapes, group, keys, on_host, plain = box[0]
@@ -288,7 +288,10 @@ class SegmentMover:
         )
 
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
-        """Keeps only what the new stages use, and cuts the recordings again. Collective."""
+        """Keeps only the tensors of the new stages, and uses the recordings cut into these stages.
+
+        Collective over all ranks.
+        """
         mesh = self._mesh
         layout = plan.layout
         device = mesh.accelerator.device
@@ -322,13 +325,13 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters that have left from an optimizer, and adds those that have come.
+    """Removes parameters that have left this rank from its optimizer, and adds new parameters.
 
     Args:
         optimizer: Optimizer of this rank, which stays the same object.
         former: Parameters before the move, by name.
         parameters: Parameters after the move, by name.
-        received: Parameters with their state that have come, by name.
+        received: Parameters that this rank has received, with their optimizer state, by name.
     """
     present = {id(parameter) for parameter in parameters.values()}
     gone = [parameter for parameter in former.values() if id(parameter) not in present]

@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, with which a user's training loop trains a model with cut points."""
+"""Defines ``Pipeline``, which trains a model with cut points in a user's own training loop."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ _LEAST_SLOT_BYTES = 4096
 def _inputs(
     microbatch: Microbatch, programs: Sequence[StageProgram], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns the entries of a microbatch that the programs use, on their device."""
+    """Returns the entries of a microbatch that the programs use, moved to ``device``."""
     names = {name for program in programs for name in program.plan.inputs}
     return {name: microbatch[name].to(device, non_blocking=True) for name in names}
 
 
 def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
-    """Checks the sample batch; returns the settings and the sample's number of samples."""
+    """Checks the sample batch; returns completed settings and its number of samples."""
     sample = request.sample_batch
     if not is_list(sample):
         if request.micro_batch_size is not None:
@@ -92,42 +92,44 @@ def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
 class Pipeline:
     """Trains a model whose stages are divided among several processes.
 
-    All processes of the job must make the pipeline together (the constructor is collective), and
-    they also call :meth:`step`, :meth:`eval` and :meth:`close` together. All processes build the
-    same model with the same weights. The constructor keeps only the parameters of this process's
-    stages and moves the others to the ``meta`` device. If the model is on the ``meta`` device
-    already, only these parameters get memory, and ``initialize`` sets their values.
+    The constructor, :meth:`step`, :meth:`eval` and :meth:`close` must be called on all processes of
+    the job. All processes must build the same model with the same weights. The constructor keeps
+    only the parameters of this process's stages and moves all others to the ``meta`` device. If the
+    model is already on the ``meta`` device, only the parameters of this process's stages get
+    memory, and ``initialize`` sets their values.
 
     Args:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
-            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
-            ``loss`` function, only those that its ``forward`` takes.
-        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
-            pass is recorded with its first microbatch and checked with a second one. Or a list of
-            microbatches, dictionaries of tensors of any shapes, which use all parameters.
+            repeated blocks. The model gets the batch's entries as keyword arguments. With a
+            ``loss`` function, it gets only the entries that its ``forward`` takes.
+        sample_batch: Batch that shows what batches contain. Either a dictionary of tensors whose
+            first axis is the axis of samples: the forward pass is recorded with its first
+            microbatch and checked with its second. Or a list of microbatches, which are
+            dictionaries of tensors of any shapes and together use all parameters.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
-            a dynamic loss scale.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
+            a dynamic loss scale. ``None`` turns autocast off.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
             Microbatches with other values get a recording of their own.
-        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
-            Parameters used on both sides of a cut are found without this setting.
+        shared_weights: Groups of parameter names. All names in a group must belong to a single
+            parameter. Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass runs again, instead of keeping their results in
-            memory: ``all``, only attention (``selective``), or those of the segments with these
-            indices. ``None`` for none.
+            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
+            these indices. ``None`` runs no calls again.
         max_recordings: Maximum number of recordings of the model to keep, one for each combination
             of shapes (and values of ``decisive_entries``) of a microbatch.
-        order: Order in which a replica runs the microbatches of a list: as ``given``, or cheap ones
-            first and last, by the arithmetic counted in their recordings (``work``) or by predicted
-            time (``time``). Two runs with ``work`` have the same order. A model whose forward pass
-            changes buffers in training takes only ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas: in ``turns``,
-            or so that all take equally long, by counted ``work`` or predicted ``time``.
+        order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
+            order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
+            arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
+            the same order. A model whose forward pass changes buffers in training needs ``given``.
+        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` deals
+            microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
+            counted arithmetic or by predicted time.
         repartition: Whether segments, with their optimizer state, move between processes if
             measured times predict a gain: ``auto`` or ``off``.
         repartition_interval: Number of steps between two checks for a better partition, from 4.
@@ -144,38 +146,37 @@ class Pipeline:
         schedule: Name of the schedule, one of those in ``docs/schedules.md``.
         chunks: Number of stages per process; ``None`` takes the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes the default for this
-            pipeline.
+            of one microbatch for all stages of the process. ``None`` takes a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are computed in an action of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
-            or a sequence of numbers.
+            or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, as in dropout.
         transport: Settings of the connections between processes; ``None`` takes the defaults.
         trace_dir: Folder to which traces are written; ``None`` writes none.
-        trace_detail: Details of a trace: ``actions``, also the forward and backward of each segment
-            (``layers``), or these and each collective (``collectives``).
+        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
+            and backward of each segment, ``collectives`` to add each collective too.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that the others wait
-            for is reported. 0 means never, ``None`` means 10 times the median step time, but at
-            least 30 s. Time between two steps is ignored.
+        hang_after_s: Time in seconds without progress after which the process that other processes
+            wait for is reported. 0 means never, ``None`` means 10 times the median step time, but
+            at least 30 s. Time between two steps is ignored.
         on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
-            ``end`` also ends the job.
+            ``end`` also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device; it gets those of the ``meta`` device by name.
+            model is on the ``meta`` device. The function gets the tensors to fill by name.
 
     Attributes:
         model: The user's model, as passed to the constructor.
-        plan: Layout that the planner chose and its reasons, ``None`` if the planner was not used.
+        plan: Layout that the planner chose, and alternatives; ``None`` if no planner was used.
         device: Device on which this process computes.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines, each of which trains on its part of the batch.
         replica: Number of this process's pipeline, from 0.
         micro_batch_size: Number of samples per microbatch.
-        partition: Number of segments (parts between cut points) in each stage; another one after
-            segments have moved.
+        partition: Number of segments in each stage; changes if segments move.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
         cut_points: Names of all cut points in the order in which the forward pass reaches them.
         shared_weights: All names of each parameter that several processes use.
@@ -184,11 +185,11 @@ class Pipeline:
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
         last_order: Index in the batch of each microbatch of the last step, in the order in which
             they ran.
-        times: Times of this process in the last step: computing, waiting and so on.
+        times: Times of this process in the last step, such as computing and waiting.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
-            which.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message names
+            it.
         ScheduleError: If the schedule is unknown or does not fit the pipeline.
     """
 
@@ -245,17 +246,17 @@ class Pipeline:
         trust_remote_code: bool = False,
         **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
-        """Makes a pipeline of a model that ``transformers`` has saved. Collective.
+        """Makes a pipeline of a model that ``transformers`` has saved.
 
-        Each process reads only the tensors of its stages. Nothing is downloaded.
+        Must be called on all processes. Each process reads only the tensors of its stages. Nothing
+        is downloaded.
 
         Args:
             folder: Folder with ``config.json`` and ``safetensors`` files.
             sample_batch: Batch that shows what batches contain, as for :class:`Pipeline`.
-            adapter: ``LoraConfig`` of PEFT. Then only adapters are trained. ``None`` trains all
+            adapter: ``LoraConfig`` of PEFT to train only adapters; ``None`` to train all
                 parameters.
-            dtype: Element type of the parameters; ``auto`` and ``None`` mean the type in
-                ``config.json``.
+            dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in ``config.json``.
             trust_remote_code: Whether Python code in the folder may be run.
             settings: Other arguments of :class:`Pipeline`, by name.
 
@@ -275,10 +276,11 @@ class Pipeline:
 
     @naming_lost_peers()
     def save_pretrained(self, folder: str | Path, *, shard_bytes: int = 5_000_000_000) -> Path:
-        """Writes the model as a folder that ``transformers`` reads. Collective.
+        """Writes the model as a folder that ``transformers`` reads.
 
-        Each process writes the tensors of its stages. If PEFT has put adapters into the model, only
-        these are written, for PEFT. The folder gets its name when it is complete.
+        Must be called on all processes. Each process writes the tensors of its stages. If PEFT has
+        put adapters into the model, only the adapters are written, in PEFT's format. The folder
+        gets its name when it is complete.
 
         Args:
             folder: Folder to write, visible to all nodes; new or empty.
@@ -306,7 +308,7 @@ class Pipeline:
         return path
 
     def _begin(self, request: PipelineSettings) -> None:
-        """Checks the settings and makes this process's part of the pipeline. Collective."""
+        """Makes this process's part of the pipeline. Collective over all processes."""
         check_settings(request)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
@@ -361,7 +363,7 @@ class Pipeline:
         self._mesh.settle()
 
     def _open_trace(self, request: PipelineSettings, samples: int) -> None:
-        """Opens this process's trace; in an elastic job each layout change starts a new folder."""
+        """Opens this process's trace; in an elastic job, each new layout gets a new folder."""
         trace_dir = request.trace_dir
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
@@ -426,9 +428,10 @@ class Pipeline:
         """Returns the part of a whole batch that this replica must pass to :meth:`step`.
 
         Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
-        dealt to the replicas in turn, or by their predicted cost if ``dealing`` says so. Then all
-        processes must pass the same whole list, and pass the returned list on unchanged.
-        ``numbers`` of the returned list has the indices of its microbatches in the whole list.
+        dealt to the replicas in turn. If ``dealing`` is ``work`` or ``time``, they are dealt by
+        predicted cost. All processes must then pass the same whole list, and pass the returned list
+        to :meth:`step` unchanged. The attribute ``numbers`` of the returned list contains the
+        indices of its microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
@@ -441,8 +444,8 @@ class Pipeline:
         """Returns the measured cost of content: seconds per unit of content, for each stage.
 
         Units are elements of batch entries, pairs of elements in a sequence, and the microbatch.
-        The list is empty until times are fitted, which only ``order`` and ``dealing`` of ``time``
-        do.
+        The list is empty before the first fit of times. Times are fitted only if ``order`` or
+        ``dealing`` is ``time``.
         """
         return self._maker.balance.seconds
 
@@ -450,8 +453,8 @@ class Pipeline:
     def segment_seconds(self) -> tuple[float, ...]:
         """Returns the measured time of each segment, a mean over the last steps' microbatches.
 
-        Give it as ``weights`` at the next start, so that the partition suits the content that is
-        trained. It is empty until times are fitted, as ``costs``.
+        Pass the result as ``weights`` at the next start, so that the partition suits the trained
+        content. Like ``costs``, the result is empty before the first fit of times.
         """
         return self._maker.balance.segment_seconds
 
@@ -480,7 +483,7 @@ class Pipeline:
 
         Args:
             optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
-                one from a list of parameters; ``None`` on a process without parameters.
+                an optimizer from a list of parameters; ``None`` on a process without parameters.
             clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
                 scaled down; ``None`` for no limit.
             initial_loss_scale: Loss scale of the first step in fp16.
@@ -496,14 +499,14 @@ class Pipeline:
     def step(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> tuple[float, bool]:
         """Trains on a batch: runs the passes, averages gradients over replicas, updates parameters.
 
-        If no optimizer is set, the gradients stay in ``grad`` of the parameters until the next
-        step.
+        Must be called on all processes. If no optimizer is set, the gradients stay in ``grad`` of
+        the parameters until the next step.
 
         Args:
             batch: Batch of this replica, the same on all processes of its pipeline: a dictionary
                 whose number of samples is a multiple of the microbatch size, or a list of
-                microbatches with shapes of their own. All replicas pass the same kind. A process
-                uses only the entries that its stages need.
+                microbatches with shapes of their own. All replicas must pass a dictionary, or all
+                must pass a list. A process uses only the entries that its stages need.
             num_items: Number of items in each microbatch of this replica over which its loss is a
                 mean, such as the tokens that have a label. The loss and the gradients are then
                 means over all items of all replicas. ``None`` takes the mean over microbatches.
@@ -514,8 +517,8 @@ class Pipeline:
 
         Raises:
             ConfigError: If the batch does not divide into microbatches, differs from the sample
-                batch in entries or types, or uses parameters that the sample batch did not use.
-            TransportError: If another process has ended or does not answer.
+                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+            TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, self.steps + 1)
         count = len(work.microbatches)
@@ -548,7 +551,7 @@ class Pipeline:
         return self.loss, overflow
 
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
-        """Moves segments if the measured times of the last steps say so. Collective."""
+        """Moves segments if measured times predict a gain. Collective over all processes."""
         move = repartitioner.after_step(work, times)
         if move is None:
             return
@@ -567,8 +570,8 @@ class Pipeline:
 
         Raises:
             ConfigError: If the batch does not divide into microbatches, differs from the sample
-                batch in entries or types, or uses parameters that the sample batch did not use.
-            TransportError: If another process has ended or does not answer.
+                batch in entries or dtypes, or uses parameters that the sample batch did not use.
+            TransportError: If another process has exited or does not respond.
         """
         work = self._maker.work(batch, num_items, -1)
         with self._tracing.host_span("evaluate"):
@@ -580,7 +583,7 @@ class Pipeline:
         return loss
 
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
-        """Runs a batch and returns its microbatches' losses, an empty list before the last stage.
+        """Runs a batch; returns its microbatches' losses, or an empty list without the last stage.
 
         Args:
             work: Microbatches of this replica, and their programs, in the order in which they run.
@@ -632,14 +635,14 @@ class Pipeline:
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Saves parameters, buffers, optimizer, loss scale, step and seed. Collective.
+        """Saves parameters, buffers, optimizer, loss scale, step and seed.
 
-        Any pipeline of the same model can load the checkpoint, even with another pipeline size,
-        partition or number of replicas. The checkpoint gets its final name only when it is
-        complete.
+        Must be called on all processes. Any pipeline of the same model can load the checkpoint,
+        even with another pipeline size, partition or number of replicas. The checkpoint gets its
+        final name only when it is complete.
 
         Args:
-            folder: Folder of checkpoints, visible to all nodes; the checkpoint is
+            folder: Folder of checkpoints, visible to all nodes. The checkpoint is the folder
                 ``step_XXXXXXXX`` in it.
             extra: Numbers, strings, lists and dictionaries to save, such as the state of a
                 learning-rate scheduler.
@@ -660,7 +663,7 @@ class Pipeline:
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns a checkpoint's values that are no tensors: step, seed, loss scale, ``extra``."""
+        """Returns a checkpoint's values that are not tensors: step, seed, loss scale, ``extra``."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     @naming_lost_peers()
@@ -673,19 +676,21 @@ class Pipeline:
         state: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint of :meth:`save`. Collective; call it after :meth:`set_optimizer`.
+        """Loads a checkpoint that :meth:`save` has written.
+
+        Must be called on all processes, after :meth:`set_optimizer`.
 
         Args:
             folder: Folder of checkpoints.
             step: Training step of the checkpoint; ``None`` loads the newest undamaged checkpoint.
-            optimizer: Whether to load the optimizer's state too.
-            state: Objects whose states were saved, by the same names; ``load_state_dict`` is called
-                on each.
-            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
-                could run foreign code.
+            optimizer: Whether to also load the optimizer's state.
+            state: Objects whose states were saved, by the names under which they were saved;
+                ``load_state_dict`` is called on each object.
+            trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
+                and could run foreign code.
 
         Returns:
-            The value of ``extra`` that was saved.
+            Value of ``extra`` that was saved.
 
         Raises:
             CheckpointError: If there is no checkpoint, or it is damaged, not trusted, or of another
@@ -716,13 +721,14 @@ class Pipeline:
     ) -> Loop:
         """Loads the newest checkpoint and returns an iterator over the remaining steps.
 
-        Collective; call it after :meth:`set_optimizer`. Call :meth:`step` once in each iteration of
-        the loop. If any process receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all processes save a
-        checkpoint after the same step and end with exit status 0. See ``docs/elastic.md``.
+        Must be called on all processes, after :meth:`set_optimizer`. Call :meth:`step` once in each
+        iteration of the loop. If any process receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all
+        processes save a checkpoint after the same step and exit with status 0. See
+        ``docs/elastic.md``.
 
         Args:
             total_steps: Number of steps in the whole training run, counted from step 0.
-            folder: Folder of checkpoints, ``None`` to save none. An elastic job uses the folder
+            folder: Folder of checkpoints; ``None`` to save none. An elastic job uses the folder
                 that was given to its launcher instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
@@ -732,10 +738,10 @@ class Pipeline:
                 state is copied in memory.
             local_folder: Folder on each node's local disk, to which checkpoints are written before
                 a thread copies them to ``folder``.
-            diagnose_interval: Number of steps between two searches of the trace for slow ranks, 0
-                for none. Without a trace it has no effect.
-            trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
-                could run foreign code.
+            diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
+                turns the search off. Has no effect without a trace.
+            trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
+                and could run foreign code.
 
         Raises:
             CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
@@ -768,7 +774,7 @@ class Pipeline:
     def close(self) -> None:
         """Closes channels and the trace, and destroys the pipeline's process groups.
 
-        Collective; idempotent.
+        Must be called on all processes. Idempotent.
         """
         if self._is_closed:
             return
@@ -784,7 +790,7 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # close() waits for all processes. After an error it is skipped, because the others may
-        # never call it.
+        # close() waits for all processes. Skip it after an error, because other processes may never
+        # call it.
         if error is None:
             self.close()

@@ -1,14 +1,14 @@
-"""Builds models from folders of ``transformers``, and reads only some of their tensors.
+"""Builds models from folders of ``transformers``, and reads only the tensors of this process.
 
 ::
 
     config.json ──transformers──> model on the meta device
     *.safetensors ──names as transformers converts them──> tensors of this process, one at a time
 
-A folder may have other names or layouts of tensors than the model: ``transformers`` renames them,
-and merges or splits some, such as the weights of experts. Its own rules and functions do that here
-too. A conversion is first done on the ``meta`` device, which gives the names and shapes of its
-results without reading a byte.
+A folder may have other names or layouts of tensors than the model: ``transformers`` renames
+tensors, and merges or splits some, such as the weights of experts. This module uses the rules and
+functions of ``transformers`` for this. Each conversion is first done on the ``meta`` device, which
+gives the names and shapes of its results without reading a byte.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def transformers_module(name: str = "") -> Any:
     """Returns ``transformers`` or one of its modules.
 
     Raises:
-        ConfigError: If it is not installed, or its version lacks the module.
+        ConfigError: If ``transformers`` is not installed, or its version lacks the module.
     """
     try:
         return importlib.import_module(f"transformers{name and '.'}{name}")
@@ -54,8 +54,8 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:
-        ConfigError: If there is no ``config.json``, or the model is quantized or needs its own
-            code.
+        ConfigError: If there is no ``config.json``, or the model is quantized, of unknown type, or
+            needs Python code that is not trusted.
     """
     path = folder / CONFIG
     document = read_json(path, "name the folder of a model that transformers saved")
@@ -71,8 +71,8 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     known_types = transformers.CONFIG_MAPPING
     if kind not in known_types and "auto_map" in document and not trust_remote_code:
         raise ConfigError(
-            f"{path}: model_type {kind!r} needs the Python code in its folder: read that, then "
-            "give trust_remote_code=True"
+            f"{path}: model_type {kind!r} needs the Python code in its folder: read this code, "
+            "then give trust_remote_code=True"
         )
     if kind not in known_types and "auto_map" not in document:
         raise ConfigError(
@@ -90,13 +90,13 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch.nn.Module:
     """Returns the model of a configuration on the ``meta`` device, in training mode.
 
-    Buffers that files do not contain, such as frequencies of rotary embeddings, are computed: they
-    are in host memory.
+    Buffers that files do not contain, such as frequencies of rotary embeddings, are computed in
+    host memory instead.
 
     Args:
         folder: Folder of the model.
         config: Configuration of the model, as ``transformers`` reads it.
-        dtype: Element type of the parameters, ``None`` for the type in the configuration.
+        dtype: Dtype of the parameters; ``None`` for the dtype in the configuration.
 
     Raises:
         ConfigError: If the configuration names no class of ``transformers``.
@@ -141,7 +141,7 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Gives parameters the type that the model prescribes for them, such as float32 in a router."""
+    """Gives parameters the dtype that the model prescribes, such as float32 in a router."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -159,7 +159,7 @@ def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a tensor in the model without adapters; PEFT adds parts to names."""
+    """Returns a tensor's name in the model without adapters, by removing what PEFT has added."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
 
@@ -170,9 +170,9 @@ class Conversion:
 
     Attributes:
         target: Name that ``transformers`` gives to the group of tensors.
-        sources: Names of the tensors in the folder, with the pattern that each one matches.
-        converter: Converter of ``transformers``, ``None`` if the tensor is only renamed.
-        targets: Shape of each tensor of the model that results, by name.
+        sources: Names of the tensors in the folder, with the pattern that each name matches.
+        converter: Converter of ``transformers``; ``None`` if the tensor is only renamed.
+        targets: Shape of each resulting tensor of the model, by name.
     """
 
     target: str
@@ -181,7 +181,7 @@ class Conversion:
     targets: Mapping[str, tuple[int, ...]]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the model that result from tensors of the folder, by name."""
+        """Converts tensors of the folder, and returns the resulting model tensors by name."""
         if self.converter is None:
             return {self.target: tensors[self.sources[0][0]]}
         converter = copy.deepcopy(self.converter)
@@ -204,8 +204,8 @@ class PretrainedWeights:
         folder: Folder of the model.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or tensors are missing, left over or of
-            other shapes than the model's.
+        CheckpointError: If a file is missing or damaged, or the folder lacks tensors of the model,
+            or has other tensors or shapes.
     """
 
     def __init__(self, folder: Path, model: torch.nn.Module) -> None:
@@ -279,7 +279,8 @@ class PretrainedWeights:
                 groups.setdefault(target, []).append((source, pattern))
             else:
                 self._extra.add(target)
-        # transformers reverses only the rules that were used, if the model is saved.
+        # When the model is saved, transformers reverses the rules in this list. Keep only the rules
+        # that were used.
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         for target, sources in groups.items():
             pattern = sources[0][1]
@@ -330,7 +331,7 @@ class PretrainedWeights:
 
 
 def _first_of(names: set[str]) -> str:
-    """Returns the first of some names, and the number of the others."""
+    """Returns the first name in alphabetical order, and the number of the other names, as text."""
     return f"{min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
@@ -339,8 +340,8 @@ class Pretrained:
     """Contains a model on the ``meta`` device and the folder with its weights.
 
     Attributes:
-        model: Model on the ``meta`` device, with adapters if there are any.
-        weights: Reader of the folder.
+        model: Model on the ``meta`` device, with adapters if they are trained.
+        weights: Reader of the folder's tensors.
         arguments: Keyword arguments of the model's ``forward`` for training.
         has_adapters: Whether only adapters are trained.
     """
@@ -382,9 +383,8 @@ def open_pretrained(
 
     Args:
         folder: Folder of the model.
-        adapter: ``LoraConfig`` of PEFT, ``None`` to train all parameters.
-        dtype: Element type of the parameters; ``auto`` and ``None`` mean the type in the
-            configuration.
+        adapter: ``LoraConfig`` of PEFT; ``None`` to train all parameters.
+        dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in the configuration.
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:

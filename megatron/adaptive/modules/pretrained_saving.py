@@ -9,8 +9,8 @@ model::
 
 Adapters are small. The first rank gathers them, because PEFT reads them from a single file.
 
-The folder gets its name when it is complete. If a process ends before, a folder named
-``.NAME.partial`` is left, which the next save replaces.
+The folder gets its name when it is complete. If a process exits earlier, a folder named
+``.NAME.partial`` remains, and the next save replaces it.
 """
 
 from __future__ import annotations
@@ -55,27 +55,28 @@ def save_pretrained(
     source: Path | None,
     shard_bytes: int,
 ) -> None:
-    """Writes the model, or its adapters if it has any. Collective over all ranks.
+    """Writes the model, or only its adapters if it has adapters. Collective over all ranks.
 
     Args:
         folder: Folder to write, new or empty.
         model: Model of which each rank holds a part.
         held: Parameters and buffers of this rank, by name in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        source: Folder from which tokenizer and generation settings are copied, ``None`` for none.
+        source: Folder from which tokenizer and generation settings are copied; ``None`` to copy
+            nothing.
         shard_bytes: Maximum size of a file in bytes.
 
     Raises:
         CheckpointError: If the folder cannot be written.
         ConfigError: If the model is not one of ``transformers``, the folder is not empty, or
-            ``shard_bytes`` is no whole number.
+            ``shard_bytes`` is not a whole number of at least 1.
     """
     require_whole(1, shard_bytes=shard_bytes)
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained writes models of transformers, and {type(base).__name__} is none: "
-            "use save"
+            f"save_pretrained writes models of transformers, and {type(base).__name__} is not one: "
+            "use Pipeline.save"
         )
     partial = folder.parent / f".{folder.name}.partial"
     mesh.on_first(lambda: _make(folder, partial))
@@ -92,7 +93,7 @@ def save_pretrained(
 
 
 def _make(folder: Path, partial: Path) -> None:
-    """Makes the folder that is written until it is complete."""
+    """Makes the folder ``partial`` for the files, and replaces one that an earlier save left."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: name a new folder")
 
@@ -104,7 +105,7 @@ def _make(folder: Path, partial: Path) -> None:
 
 
 def _guarded(action: Callable[[], None]) -> None:
-    """Runs an action that writes files; turns errors of the file system into a user's error."""
+    """Runs an action that writes files, and turns an ``OSError`` into a ``CheckpointError``."""
     try:
         action()
     except OSError as error:
@@ -118,8 +119,8 @@ def _own_tensors(
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors that this rank writes, by their names in the folder.
 
-    A tensor that several ranks hold is written by the first of them. ``transformers`` defines the
-    names, and splits tensors that it merged when it read them.
+    A tensor that several ranks hold is written by the first of these ranks. ``transformers``
+    defines the names, and splits the tensors that it merged when it read them.
     """
     saved = set(model.state_dict())
     held_names = [name for name in held if name in saved and mesh.dp_rank == 0]
@@ -135,7 +136,7 @@ def _own_tensors(
 def _write_model(
     partial: Path, model: Any, tensors: Mapping[str, torch.Tensor], mesh: Mesh, shard_bytes: int
 ) -> None:
-    """Writes this rank's files, and the index if there are several. Collective over all ranks."""
+    """Writes this rank's files, and an index of several files. Collective over all ranks."""
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     shards = split_shards(about, shard_bytes) if about else []
     counts = mesh.gather(len(shards))
@@ -169,7 +170,7 @@ def _write_model(
 
 
 def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
-    """Writes the configuration, and copies tokenizer and generation settings of the source."""
+    """Writes the configuration, and copies tokenizer and generation settings from ``source``."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -182,7 +183,7 @@ def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
 
 
 def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the adapters like PEFT."""
+    """Writes the adapters in the form that PEFT reads."""
     config, state = adapter_file(model, tensors)
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     config.save_pretrained(str(partial))

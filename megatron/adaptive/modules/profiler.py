@@ -69,7 +69,7 @@ class Profiler(SampledModel):
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
             so on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
-        split_backward: Whether to measure also the split backward pass, in which gradients of
+        split_backward: Whether to also measure the split backward pass, in which gradients of
             inputs and of weights are computed separately.
         optimizer: Function that makes an optimizer from a list of parameters, to time an optimizer
             step; ``None`` uses AdamW.
@@ -82,8 +82,8 @@ class Profiler(SampledModel):
         timeout_s: Maximum time in seconds to wait for another process.
 
     Raises:
-        ConfigError: If a setting, the sample batch or the model is invalid. The error message says
-            which.
+        ConfigError: If a setting, the sample batch or the model is invalid. The error message names
+            it.
     """
 
     _: KW_ONLY
@@ -112,7 +112,7 @@ class Profiler(SampledModel):
     def run(self) -> ModuleProfile:
         """Returns the profile, the same on all processes. Collective over all processes of the job.
 
-        For each type of device, one process measures the segments while the others wait.
+        For each type of device, one process measures the segments while other processes wait.
 
         Raises:
             ConfigError: If the model cannot be recorded or run.
@@ -196,9 +196,9 @@ class Profiler(SampledModel):
         }
 
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
-        """Measures the segments on this rank, for all ranks with its type of device.
+        """Measures the segments on this rank, for all ranks with the same type of device.
 
-        The method returns an error instead of raising it, so that all ranks can raise it.
+        Returns an error instead of raising it, so that all ranks can raise the error.
         """
         device = job.accelerator.device
         model = self.model
@@ -211,7 +211,7 @@ class Profiler(SampledModel):
             if tape is None:
                 return DeviceMemoryError(
                     f"profile: no microbatch of {min(self.micro_batch_sizes or (1,))} samples "
-                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces "
+                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that segments "
                     "get smaller"
                 )
             tied = tied_parameters(tape, tensors_of(model))
@@ -285,8 +285,9 @@ class DeviceSamples:
         cut_points: Names of the cut points in the order of the forward pass.
         samples: Measurements of every segment with every microbatch size.
         tied_parameters: Number of elements in parameters that several segments share.
-        tied_segments: First and last of the segments that share parameters; empty if none do.
-        element_bytes: Size in bytes of an element of the model's most common parameter type.
+        tied_segments: First and last of the segments that share parameters; empty if no segments
+            share parameters.
+        element_bytes: Size in bytes of an element of the model's most common parameter dtype.
         optimizer_s: Time of an optimizer step per parameter element, in seconds.
         is_random: Whether the model draws random numbers, as for dropout.
     """
@@ -309,7 +310,7 @@ class ModuleProfile:
         name: Name of the model.
         parts: Measurements on each type of device, the type of rank 0 first.
         nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
-        names: Name of each rank's node type.
+        names: Name of the type of each rank's node.
         links: Measured times of messages between ranks, as rows of a profile file; empty if not
             measured.
         reductions: Measured times of all-reduces, as rows of a profile file; empty if not measured.
@@ -341,11 +342,11 @@ class ModuleProfile:
         return tuple(sorted(set.intersection(*sizes)))
 
     def document(self, *, split: bool = True) -> dict[str, Any]:
-        """Returns the content of a profile file; ``docs/reference/planner.md`` describes it.
+        """Returns the content of a profile file, which ``docs/reference/planner.md`` describes.
 
         Args:
-            split: Whether to list the times of the split backward pass instead of those of the
-                whole one, if it was measured.
+            split: Whether to list the times of the split backward pass, if they were measured,
+                instead of the times of the whole backward pass.
         """
         return profile_file.document(
             self._model(),
@@ -394,7 +395,7 @@ class ModuleProfile:
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
-        """Returns the job's nodes in the order of ranks, with the memory limit per process."""
+        """Returns the job's nodes in the order of their first ranks, with memory per process."""
         hosts: dict[str, MeasuredHost] = {}
         for name, node in zip(self.names, self.nodes, strict=True):
             former = hosts.get(node["machine"])
@@ -428,7 +429,10 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns each rank's node type: the name of its GPU, with a number if such nodes differ."""
+    """Returns each rank's node type: the name of its GPU.
+
+    If nodes with this GPU have different numbers of processes, the number is added to the name.
+    """
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]
     return [
@@ -439,7 +443,7 @@ def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _widths(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the numbers of replicas that may be placed on the same node."""
+    """Returns the numbers of replicas, at least 2, that a plan may place on the same node."""
     counts = {node["processes"] for node in nodes}
     least = math.gcd(*counts, len(nodes))
     return [width for width in range(2, least + 1) if least % width == 0]

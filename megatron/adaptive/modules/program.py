@@ -1,9 +1,9 @@
 """Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
-The list of tensors that a stage sends to the next one is the same for all microbatches of equal
+The list of tensors that a stage sends to the next stage is the same for all microbatches of equal
 signatures (see ``batch.Signature``). A single tensor is sent directly. Several tensors are packed
-into one block of bytes, at offsets that are computed from shapes and types. Only the block is sent,
-and the receiver uses views of the block as tensors::
+into one block of bytes, at offsets that are computed from shapes and dtypes. Only the block is
+sent, and the receiver uses views of the block as tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
@@ -67,15 +67,16 @@ class RandomKey:
         self.seed = seed
         self.generator = default_generator(device)
         self.step = 0
-        # Without begin(), a microbatch has the number by which the program knows it.
+        # Before begin() is called, the numbers of microbatches are their indices in the step.
         self._numbers: Sequence[int] = range(1 << 31)
 
     def begin(self, step: int, numbers: Sequence[int]) -> None:
-        """Sets the step, and the number of each microbatch of this replica over all replicas.
+        """Sets the training step, and the numbers of this replica's microbatches.
 
         Args:
             step: Number of the training step.
-            numbers: Index of each microbatch in the whole step, in the order in which they run.
+            numbers: Index of each microbatch among those of all replicas, in the order in which
+                this replica runs its microbatches.
         """
         self.step = step
         self._numbers = numbers
@@ -128,10 +129,9 @@ class _Step:
 
         Args:
             env: Tensors, by their index on the tape.
-            store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
+            store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
-            ambient: Element type of the autocast context around the call, ``None`` if autocast is
-                off.
+            ambient: Dtype of the autocast context around the call; ``None`` if autocast is off.
         """
         call = self._call
         if self.layer is not None and store is not None:
@@ -182,8 +182,8 @@ class _Part:
     Attributes:
         steps: Calls in the order in which they run.
         segment: Index of the segment to which the calls belong.
-        recomputed: Tensors that the calls read and make if the backward pass runs them again, else
-            ``None``.
+        recomputed: Tensors that the calls read and make, if the backward pass runs the calls again;
+            ``None`` if it does not.
     """
 
     steps: Sequence[_Step]
@@ -275,9 +275,9 @@ class StageProgram:
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Returns the calls of the stage in parts, each recomputed as a whole or not at all.
+        """Divides the calls of the stage into parts, each recomputed as a whole or not at all.
 
-        A part that is not recomputed has calls of one segment.
+        A part that is not recomputed has calls of only one segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 
@@ -295,12 +295,12 @@ class StageProgram:
         return parts
 
     def _segment_of(self, number: int) -> int:
-        """Returns the segment of a call; the stage's first one for a call that it repeats."""
+        """Returns a call's segment; for a repeated call of an earlier stage, this stage's first."""
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
     def _results(self) -> dict[int, tuple[int, ...]]:
-        """Lists the results with gradients of each segment that are used after it."""
+        """Lists for each segment its results that have gradients and are used after the segment."""
         tape = self._tape
         made_in: dict[int, int] = {}
         used_later = dict.fromkeys(self.plan.sent)
@@ -330,7 +330,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Returns the tensors that calls read and make, in order to run them again."""
+        """Returns the tensors that calls read and make, which are needed to run the calls again."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -368,9 +368,9 @@ class StageProgram:
                 graph.
             random: Function that seeds the random generator. Its argument is the index of the call
                 that is about to draw random numbers.
-            store: Queue of deferred weight-gradient work, ``None`` if the backward pass is not
+            store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
-            meter: Meter of the segments' times, ``None`` if this pass is not measured.
+            meter: Meter of the segments' times; ``None`` if this pass is not measured.
 
         Returns:
             Tensors to send, in the order of the plan, and the loss (``None`` except in the last
@@ -425,12 +425,12 @@ class RankPrograms:
     """Contains the programs of a rank's stages for microbatches of one signature.
 
     Attributes:
-        by_mode: Program of each chunk (stage) of this rank, in training, evaluation or both.
+        by_mode: Program of each chunk (stage) of this rank, for training, evaluation or both.
         meter: Meter of the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
             flow; 0 if training is not recorded.
-        segment_work: Counted work of each of the model's segments for a microbatch, in training if
-            that is recorded.
+        segment_work: Counted work of each of the model's segments for a microbatch: in training if
+            training is recorded, otherwise in evaluation.
     """
 
     by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
@@ -444,11 +444,11 @@ class RankPrograms:
         return sum(self.segment_work)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
-        """Returns the programs for evaluation if ``forward_only``, else those for training."""
+        """Returns the programs for evaluation if ``forward_only``, otherwise for training."""
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs and those of another recording with the same signature."""
+        """Returns these programs combined with those of another recording of the same signature."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -481,13 +481,13 @@ class ProgramStages(SplitStages):
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
         meters: For each microbatch, the meter of the activations that each chunk keeps.
-        stores: Queue of deferred weight-gradient work for each chunk, ``None`` if the backward pass
+        stores: Queue of deferred weight-gradient work for each chunk; ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
-        loss_weights: Weight of each microbatch's loss, ``None`` for the mean. A microbatch of
+        loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch of
             weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
-        meter: Meter of the segments' times, ``None`` if this step is not measured.
+        meter: Meter of the segments' times; ``None`` if this step is not measured.
         losses: Losses of the microbatches, detached and unscaled; empty on a rank without the last
             stage.
     """
@@ -560,15 +560,16 @@ class ProgramStages(SplitStages):
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if not self._factors[microbatch]:
-                # A mean over no items is not a number, and neither is its gradient times zero.
+                # Skip a microbatch of weight 0: a mean over no items is NaN, and its gradient times
+                # zero is NaN too.
                 pass
             elif pending.loss is not None:
                 if pending.loss.requires_grad:
                     torch.autograd.backward(pending.loss)
             elif pending.edges:
                 assert gradient is not None
-                # If a received tensor is also sent on, it is a leaf of the autograd graph, and the
-                # gradients of both uses add up in it.
+                # If a received tensor is also sent to the next stage, it is a leaf of the autograd
+                # graph, and autograd adds up the gradients of both uses in this leaf.
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
             if self.meter is not None:
                 self.meter.ends_backward()
@@ -576,7 +577,7 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """Frees the tensors that the step kept, after its normal end or an error."""
+        """Frees the tensors that the step kept, after the step succeeded or failed."""
         self._pending.clear()
         super().finish()
 
@@ -585,13 +586,13 @@ _ALIGNED = 64
 
 
 class MessagePart(NamedTuple):
-    """Describes the position, shape and type of a tensor in a message.
+    """Describes the position, shape and dtype of a tensor in a message.
 
     Attributes:
         offset: Position of the tensor's first byte in the message.
         nbytes: Size of the tensor in bytes.
         shape: Shape of the tensor.
-        dtype: Element type of the tensor.
+        dtype: Dtype of the tensor.
     """
 
     offset: int
@@ -629,12 +630,12 @@ class MessageLayout:
         """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
 
         Raises:
-            ConfigError: If a tensor's shape or type differs from that in the recording.
+            ConfigError: If a tensor's shape or dtype differs from the recording.
         """
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
-                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
+                    f"the tensor to send to the next stage is {list(tensor.shape)} {tensor.dtype}, "
                     f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
                     "on values of the batch; name the entry in decisive_entries, or move the cut "
                     "point"
@@ -672,9 +673,9 @@ class _Deferred:
     Attributes:
         activation: Reference (:class:`Ref`) to the input of the layer.
         weight: Reference (:class:`Ref`) to the weight.
-        bias: Reference (:class:`Ref`) to the bias, ``None`` if the layer has none.
+        bias: Reference (:class:`Ref`) to the bias; ``None`` if the layer has no bias.
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
-        padding: Row of the embedding that gets no gradient (``padding_idx``), -1 for none.
+        padding: Row of the embedding that gets no gradient (``padding_idx``); -1 for no such row.
         by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
         is_unsupported: Whether an option of the call prevents deferring its weight gradient.
     """
@@ -705,7 +706,7 @@ class _Deferred:
 
 
 def _has_hooks(parameter: torch.Tensor | None) -> bool:
-    """Returns whether functions of the user run if a parameter gets its gradient."""
+    """Returns whether functions of the user run when a parameter gets its gradient."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -751,7 +752,7 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def _deferred(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns a description for deferring a call's weight gradient, ``None`` if impossible."""
+    """Returns how to defer a call's weight gradient; ``None`` if it cannot be deferred."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None

@@ -5,7 +5,8 @@ A recomputed range of calls keeps only its inputs from the forward to the backwa
     forward     inputs ──> call ─> call ─> call ──> outputs       results in between are freed
     backward    inputs ──> call ─> call ─> call ──> gradients     the same calls run again
 
-Random numbers are the same again, because the generator is seeded before each call that draws any.
+Both runs draw the same random numbers, because the generator is seeded before each call that draws
+random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.tape import Call, Tape
 
 Recompute = Literal["all", "selective"] | Sequence[int] | None
-"""``all`` segments, attention (``selective``), the segments with these indices, or ``None``."""
+"""``all`` segments, only attention (``selective``), segments with these indices, or ``None``."""
 
 _ATTENTION = frozenset(
     (
@@ -54,10 +55,10 @@ _PRODUCTS = frozenset(
         torch.ops.aten.baddbmm.default,
     )
 )
-# Part of the names of functions that change buffers, such as running means, without increasing the
-# tensors' version, by which the recorder sees changes.
+# Functions with this text in their names may change buffers, such as running means, without
+# increasing the tensor's version. The recorder does not see such changes.
 _CHANGES_SILENTLY = "norm"
-# Maximum number of calls between the softmax of an attention and its product of matrices.
+# Maximum distance in calls between the softmax of an attention and each of its two matmuls.
 _NEAR = 12
 
 
@@ -65,7 +66,8 @@ def check_recompute(recompute: Any) -> None:
     """Checks the form of the setting ``recompute``.
 
     Raises:
-        ConfigError: If it is neither ``all``, ``selective``, ``None`` nor a sequence of indices.
+        ConfigError: If the setting is neither ``all``, ``selective``, ``None`` nor a sequence of
+            indices.
     """
     if recompute is None or recompute in ("all", "selective"):
         return
@@ -90,8 +92,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         if not ranges:
             raise ConfigError(
                 "recompute='selective' recomputes attention, and the model calls neither"
-                " scaled_dot_product_attention nor a softmax between two products of matrices:"
-                " give 'all', or the indices of segments"
+                " scaled_dot_product_attention nor a softmax between two matmuls: give 'all', or"
+                " the indices of segments"
             )
         return [calls for calls in ranges if _outside_change(tape, calls) is None]
     count = tape.num_segments
@@ -119,7 +121,7 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
 
 
 def _attention_ranges(tape: Tape) -> list[range]:
-    """Returns the calls of each attention: from the product of Q and K to that with V."""
+    """Returns the calls of each attention, from the matmul of Q and K to the matmul with V."""
     ranges: list[range] = []
     for number, call in enumerate(tape.calls):
         calls = None
@@ -136,7 +138,10 @@ def _attention_ranges(tape: Tape) -> list[range]:
 
 
 def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
-    """Returns the first product of matrices among these calls in the segment of a softmax."""
+    """Returns the index of the first matmul among these calls, within the segment of the softmax.
+
+    Returns ``None`` if there is no such matmul.
+    """
     for number in numbers:
         if not 0 <= number < len(tape.calls) or tape.calls[number].segment != softmax.segment:
             return None
@@ -146,9 +151,10 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor from before these calls that they change, if there is any.
+    """Returns the shape of a tensor that existed before these calls and is changed by them.
 
-    Buffers do not count, because a copy is kept for the second run.
+    Returns ``None`` if there is no such tensor. Buffers do not count, because a copy of each buffer
+    is kept for the second run.
     """
     outside = {
         tape.values[read].storage
@@ -185,11 +191,12 @@ class RecomputedCalls:
     """Runs a range of calls so that the backward pass runs them again.
 
     Attributes:
-        fixed: Parameters, inputs, constants and buffers that the calls read, by index on the tape.
-        copied: Buffers among them that the forward pass changes.
-        inputs: Tensors from earlier calls or stages that the calls read.
-        results: Tensors that the calls make and that are needed after them.
-        drops: Tensors from before the calls that are not needed after them.
+        fixed: Indices on the tape of the parameters, inputs, constants and buffers that the calls
+            read.
+        copied: Indices of the buffers in ``fixed`` that the forward pass changes.
+        inputs: Indices of the tensors from earlier calls or stages that the calls read.
+        results: Indices of the tensors that the calls make and that later calls need.
+        drops: Indices of the tensors that the calls read and that no later call needs.
     """
 
     fixed: tuple[int, ...]
@@ -216,7 +223,8 @@ class RecomputedCalls:
             nonlocal is_again
             local = {**fixed, **dict(zip(self.inputs, tensors, strict=True))}
             if is_again:
-                # The second run must read what the first one read, and change nothing.
+                # The second run must read the same buffer values as the first run, and must not
+                # change the buffers.
                 local.update((number, copy.clone()) for number, copy in copies.items())
             is_again = True
             run_calls(local)
@@ -225,6 +233,6 @@ class RecomputedCalls:
         tensors = [env[number] for number in self.inputs]
         for number in self.drops:
             del env[number]
-        # The calls seed their random numbers themselves, so the generator's state is not kept.
+        # The generator is seeded before each call, so its state need not be kept.
         made = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
         env.update(zip(self.results, made, strict=True))

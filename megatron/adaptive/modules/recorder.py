@@ -2,7 +2,7 @@
 
 Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
 ``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
-inside. So running the recording gives the same gradients as the model.
+inside the call. So running the recording gives the same gradients as the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# Functions that return the value of a tensor to Python, where the recorder cannot follow it.
+# Functions that return the value of a tensor to Python code, where the recorder cannot follow the
+# value.
 READING = frozenset(
     (
         "item",
@@ -44,10 +45,10 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# Functions that change gradients by Python code, which a recorded call does not contain.
+# Functions that register Python code for gradients, which a recorded call does not contain.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-# Name of torch's autograd function for activation checkpointing. The recorder calls the function
-# inside it directly, so that the calls in it are recorded.
+# Name of torch's autograd function for activation checkpointing. The recorder calls the
+# checkpointed function directly, so that the calls in it are recorded.
 _RECOMPUTING = "CheckpointFunction"
 
 
@@ -74,7 +75,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder; torch does not pass them."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -98,7 +99,7 @@ class _Captured(TorchFunctionMode):
 
     Args:
         is_known: Function that returns whether to collect a tensor.
-        replaced: Tensors to use instead of others, by ``id()`` of the others.
+        replaced: New tensors, by ``id()`` of the tensor that each of them replaces.
 
     Attributes:
         tensors: Collected tensors, by their ``id()``.
@@ -125,11 +126,11 @@ class _Captured(TorchFunctionMode):
 
 
 class MappedFunction:
-    """Runs ``torch.vmap`` of a function, with tensors that the function captured as arguments.
+    """Runs ``torch.vmap`` of a function, and takes the tensors that it captured as arguments.
 
     Args:
         run: Function of torch that runs a mapped function.
-        options: First arguments of ``run``: the mapped function, and how to map it.
+        options: First arguments of ``run``: the mapped function, and the settings of the mapping.
         modes: Modes of torch that were active around the call.
         captured: Tensors that the mapped function uses besides its arguments.
     """
@@ -150,7 +151,7 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Returns the result with other tensors in place of the captured ones."""
+        """Runs the function with the tensors ``captured`` in place of those that it captured."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
@@ -193,8 +194,8 @@ class _Read:
     """Describes where Python code read the values of a tensor.
 
     Attributes:
-        storages: Addresses of the memory of the tensors from which it was computed, and its own.
-        code_line: File and line of the code.
+        storages: Addresses of the memory of the tensor, and of those from which it was computed.
+        code_line: File and line of the Python code.
     """
 
     storages: set[int]
@@ -226,7 +227,7 @@ class _Attribute:
 
     @property
     def current(self) -> Any:
-        """Returns the present value of the attribute."""
+        """Returns the current value of the attribute."""
         table = self.module._buffers if self.is_buffer else vars(self.module)
         return table.get(self.key)
 
@@ -237,13 +238,13 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
                 f"{name or type(module).__name__} has a hook for its backward pass, and stages run "
-                "recorded calls, not modules: remove it, or change the gradient by an "
+                "recorded calls, not modules: remove the hook, or change the gradient by an "
                 "autograd.Function"
             )
 
 
 def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises a ``ConfigError`` for a call whose effect is not in the tensors that it returns."""
+    """Raises a ``ConfigError`` for a call with an effect that the recording would lose."""
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
             f"{where()} registers a hook for a gradient, which the recording loses: change the "
@@ -262,11 +263,11 @@ class CallRecorder(TorchFunctionMode):
     Args:
         model: Model whose calls are recorded.
         inputs: Tensors of the microbatch, by the name of their batch entry.
-        freeze: Whether to allow Python to read tensor values, which are then the same for every
-            microbatch, instead of raising an error.
-        decisive: Names of the inputs whose values Python may read, because they are the same
+        freeze: Whether Python code may read tensor values, which then count as the same for every
+            microbatch. If false, reading them is an error.
+        decisive: Names of the inputs whose values Python code may read, because they are the same
             whenever the recording is used.
-        may_miss: Whether the forward pass may leave out cut points.
+        may_miss: Whether the forward pass may skip cut points.
     """
 
     def __init__(
@@ -331,11 +332,12 @@ class CallRecorder(TorchFunctionMode):
         """Runs a call, and records it if the call makes or changes a tensor."""
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
-        # call that could be recorded. They would be constants with the values of the sample.
+        # call that could be recorded. The results would become constants with the values of the
+        # sample.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs within a function of torch.func, of which only vmap can be "
-                "recorded: compute the same with plain tensors there"
+                "recorded: compute the same result with plain tensors there"
             )
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
@@ -370,10 +372,10 @@ class CallRecorder(TorchFunctionMode):
         """Returns the result of a call.
 
         Args:
-            function: Function that the tape contains.
+            function: Function to write on the tape.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            run: Function to call instead of ``function``, which does the same.
+            run: Function to call now, with the same result as ``function``.
         """
         return run(*args, **kwargs)
 
@@ -513,7 +515,7 @@ class CallRecorder(TorchFunctionMode):
         return number
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor's memory, 0 if it has no storage."""
+        """Returns the address of a tensor's memory; 0 if the tensor has no storage."""
         try:
             return tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):
@@ -521,7 +523,7 @@ class CallRecorder(TorchFunctionMode):
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the name of the parameter whose memory a tensor has, an empty text if none."""
+        """Returns the name of the parameter whose memory a tensor shares; empty if none."""
         if value.source == "parameter":
             return value.name
         storages = (
@@ -534,15 +536,15 @@ class CallRecorder(TorchFunctionMode):
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
         # After torch.export, a cut point is reached once for each of its tensors. Count only the
-        # first.
+        # first time.
         if passing == self._passing:
             return
         self._passing = passing
         name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
-                f"{where()} calls a CutPoint that is no module of the model: make it in __init__ "
-                "and keep it as an attribute"
+                f"{where()} calls a CutPoint that is no module of the model: make it in "
+                "__init__ and keep it as an attribute"
             )
         if name in self.tape.cuts and name in self._optional:
             self._repeated.add(name)
@@ -572,7 +574,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def _sources_of(self, tensor: torch.Tensor) -> set[int]:
-        """Returns the addresses of the tensors from which the recorded calls made this one."""
+        """Returns the memory addresses of a tensor and of all tensors that it was computed from."""
         waiting = [self._numbers[id(tensor)]] if id(tensor) in self._numbers else []
         storages = {self._storage(tensor)}
         seen: set[int] = set()
@@ -587,7 +589,7 @@ class CallRecorder(TorchFunctionMode):
         return storages - {0}
 
     def note_buffers(self) -> None:
-        """Writes the names of the buffers that Python code read on the tape."""
+        """Stores on the tape the names of the buffers whose values Python code read."""
         storages = {storage for read in self._reads for storage in read.storages}
         self.tape.read_buffers = {
             attribute.name
@@ -599,7 +601,8 @@ class CallRecorder(TorchFunctionMode):
         """Checks that the forward pass changes no buffer whose values Python code read.
 
         Raises:
-            ReadsValueError: If it does, so that the values differ between microbatches.
+            ReadsValueError: If it changes such a buffer, because the values then differ between
+                microbatches.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -617,8 +620,8 @@ class CallRecorder(TorchFunctionMode):
         """Checks that no attribute carries a tensor from one microbatch to the next.
 
         Raises:
-            ConfigError: If the forward pass puts another tensor in place of one that it used, or
-                changes one that is no buffer.
+            ConfigError: If the forward pass assigns another tensor to an attribute that it used, or
+                changes a tensor in place that is an attribute but not a buffer.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -627,8 +630,8 @@ class CallRecorder(TorchFunctionMode):
         for attribute in self._attributes:
             if self._storage(attribute.tensor) in changed:
                 raise ConfigError(
-                    f"the forward changes {attribute.name}, which is no buffer, so the recording "
-                    "loses the change: register it with register_buffer"
+                    f"the forward changes {attribute.name}, which is no buffer, so the "
+                    "recording loses the change: register it with register_buffer"
                 )
             tensor = attribute.current
             number = self._numbers.get(id(tensor))
@@ -644,7 +647,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def finish(self, loss: Any) -> None:
-        """Checks the recorded forward pass and notes which tensor is the loss."""
+        """Checks the recorded forward pass, and stores on the tape which tensor is the loss."""
         required = [name for name in self._cut_names.values() if name not in self._optional]
         missed = [name for name in required if name not in self.tape.cuts]
         if missed and not self._may_miss:
@@ -680,7 +683,7 @@ def tensor_paths(
 
 
 def is_checking() -> bool:
-    """Returns whether ``torch._check`` or a similar function runs.
+    """Returns whether the current code runs inside ``torch._check`` or a similar function.
 
     These functions read a value only to raise an error. No other code depends on the value.
     """

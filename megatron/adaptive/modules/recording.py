@@ -6,11 +6,11 @@
 
 Python code between recorded calls is not recorded, so every microbatch takes the branches that the
 code took for the sample. This is right for branches that depend on shapes or on the training mode,
-but wrong for branches that depend on the values of tensors. So a forward pass that reads the value
-of a tensor which may differ between microbatches raises an error that names the line.
+but wrong for branches that depend on the values of tensors. So it is an error if a forward pass
+reads the value of a tensor that may differ between microbatches. The message names the line.
 
-If parameters or buffers are on the ``meta`` device, all or some, the forward pass runs without
-values (:mod:`~megatron.adaptive.modules.fake_recording`).
+If any parameter or buffer is on the ``meta`` device, the forward pass runs without values
+(:mod:`~megatron.adaptive.modules.fake_recording`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Slicing = Literal["auto", "record", "export"]
 Mode = Literal["training", "evaluation"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Maps the name of a mixed precision to the element type of matrix products."""
+"""Maps the name of a mixed precision to the dtype of matmuls."""
 
 MakeRecorder = Callable[[torch.nn.Module, Mapping[str, torch.Tensor], bool], CallRecorder]
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -57,13 +57,13 @@ class Forward:
 
     Attributes:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
-            repeated blocks. The model gets the batch's entries as keyword arguments; if there is a
-            ``loss`` function, only those that its ``forward`` takes.
+            repeated blocks. The model gets the batch's entries as keyword arguments. With a
+            ``loss`` function, it gets only the entries that its ``forward`` takes.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
         arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their types. fp16 uses
-            a dynamic loss scale.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
+            a dynamic loss scale. ``None`` turns autocast off.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
             Microbatches with other values get a recording of their own.
 
@@ -92,7 +92,7 @@ class Forward:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Returns the element type of matrix products in mixed precision, else ``None``."""
+        """Returns the dtype of matmuls in mixed precision; ``None`` in full precision."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -112,7 +112,7 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the first parameter that is not on ``meta``, else the host."""
+        """Returns the device of the first parameter that is not on ``meta``; the CPU if none is."""
         real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
         first = next(real, None)
         return torch.device("cpu") if first is None else first.device
@@ -129,17 +129,18 @@ class SampledModel(Forward):
     """Contains a model and the sample batch with which its forward pass is recorded.
 
     Attributes:
-        sample_batch: Dictionary of tensors whose first axis is the axis of samples. The forward
-            pass is recorded with its first microbatch and checked with a second one. Or a list of
-            microbatches, dictionaries of tensors of any shapes, which use all parameters.
-        shared_weights: Groups of parameter names, each of which must belong to a single parameter.
-            Parameters used on both sides of a cut are found without this setting.
+        sample_batch: Batch that shows what batches contain. Either a dictionary of tensors whose
+            first axis is the axis of samples: the forward pass is recorded with its first
+            microbatch and checked with its second. Or a list of microbatches, which are
+            dictionaries of tensors of any shapes and together use all parameters.
+        shared_weights: Groups of parameter names. All names in a group must belong to a single
+            parameter. Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
         recompute: Calls that the backward pass runs again, instead of keeping their results in
-            memory: ``all``, only attention (``selective``), or those of the segments with these
-            indices. ``None`` for none.
+            memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
+            these indices. ``None`` runs no calls again.
     """
 
     sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
@@ -163,10 +164,11 @@ Settings = TypeVar("Settings", bound=SampledModel)
 
 
 def with_cut_points(settings: Settings) -> Settings:
-    """Adds cut points between repeated blocks to a model without any, and returns the settings.
+    """Adds cut points between repeated blocks to a model without cut points.
 
-    If the cut points were added, not set by the user, the settings also turn off the cache of past
-    tokens, which training never reads, by the argument ``use_cache`` of the model's ``forward``.
+    Returns the settings. For a model with added cut points whose ``forward`` has an argument
+    ``use_cache``, the returned settings also set ``use_cache`` to false, because training never
+    reads the cache of past tokens.
     """
     model = settings.model
     if not cut_points_of(model) and repeated_blocks(model):
@@ -201,7 +203,8 @@ class Forwards:
         """Returns the forward pass recorded in evaluation mode."""
         return self.tapes["evaluation"]
 
-    # The recorder sees changes of a tensor by its version, which it lacks in inference mode.
+    # The recorder detects changes of a tensor by the tensor's version. Tensors have no version in
+    # inference mode.
     @classmethod
     @torch.inference_mode(mode=False)
     def of(
@@ -220,12 +223,13 @@ class Forwards:
             forward: Model and loss function.
             sample: Tensors of the microbatch by name, on the model's device.
             slicing: Method of recording. ``record`` records the calls of torch that the model
-                makes. ``export`` records those that the module from ``torch.export`` makes. If the
-                model reads values of tensors, ``auto`` records the calls that it makes while torch
-                says that it is exported, and exports it only if it reads values then too.
-            may_miss: Whether the forward pass may leave out cut points.
+                makes. ``export`` records the calls that the module from ``torch.export`` makes.
+                ``auto`` begins like ``record``. If the model then reads values of tensors, ``auto``
+                records it again while torch reports an export in progress, and exports the model
+                only if it still reads values.
+            may_miss: Whether the forward pass may skip cut points.
             way: Method by which the sample batch was recorded, which ``auto`` tries first. Random
-                numbers depend on the positions of calls, and these on the method.
+                numbers depend on the positions of calls, and the positions depend on the method.
             modes: Modes of the model in which it is recorded.
 
         Raises:
@@ -267,7 +271,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # The fewer values the model reads, the fewer decisions of the sample stay fixed.
+            # Values that the model reads are fixed to those of the sample. Record by trace, because
+            # a model reads fewer values then.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -293,13 +298,14 @@ class Forwards:
         make: MakeRecorder,
         modes: Sequence[Mode],
     ) -> Forwards | None:
-        """Returns the forward passes recorded by ``trace``, ``None`` if another way is needed."""
+        """Returns the forward passes recorded by ``trace``; ``None`` if another way is needed."""
         try:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Random numbers depend on the positions of calls. Earlier versions exported models with
-        # cut points of their own, and those models keep the random numbers that they had.
+        # Random numbers depend on the positions of calls. Earlier versions exported models whose
+        # cut points the user had set. Export such models, so that their random numbers stay the
+        # same.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -326,7 +332,7 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that one mode does not pass; the others must be equal."""
+        """Removes optional cut points that only one mode passes; all others must be equal."""
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):
@@ -344,7 +350,7 @@ class Forwards:
 def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Puts a model into training or evaluation mode, and restores its mode on exit.
 
-    If the model is already in this mode, submodules in the other mode keep their mode.
+    If the model is already in the requested mode, submodules in the other mode keep their mode.
     """
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -357,7 +363,7 @@ def mode_of(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def copies_of(microbatch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a microbatch that shares no memory with the given one."""
+    """Returns a copy of a microbatch that shares no memory with the original."""
     return {
         name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for name, tensor in microbatch.items()
@@ -379,11 +385,12 @@ def _recorded(
         sample: Tensors of the microbatch, by the name of their batch entry.
         run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether to allow Python to read tensor values, which are then the same for every
-            microbatch, instead of raising an error.
+        freeze: Whether Python code may read tensor values, which then count as the same for every
+            microbatch. If false, reading them is an error.
     """
-    # The forward pass may change its inputs in place. And the recorder identifies an input by its
-    # tensor object, but a microbatch may contain one object under two names.
+    # Copy the inputs, because the forward pass may change them in place. The recorder also
+    # identifies an input by its tensor object, but a microbatch may contain one object under two
+    # names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
@@ -404,16 +411,16 @@ def _traced(
     make: MakeRecorder,
     freeze: bool = False,
 ) -> Tape:
-    """Records a model while torch says that it is being exported.
+    """Records a model while torch reports that an export is in progress.
 
-    Many libraries read no values of tensors during an export. The calls are still those of the
-    model, and recording them is much faster than an export.
+    During an export, many libraries avoid reading values of tensors. The calls are still those of
+    the model, and recording them is much faster than an export.
 
     Args:
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether to allow Python to read tensor values.
+        freeze: Whether Python code may read tensor values.
     """
     compiler: Any = torch.compiler
     flags = ("_is_compiling_flag", "_is_exporting_flag")
@@ -444,7 +451,7 @@ class _Lossy(torch.nn.Module):
 
 
 def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: MakeRecorder) -> Tape:
-    """Exports a model, runs the exported module and returns the tape of that run."""
+    """Exports a model, runs the exported module and returns the tape of this run."""
     with undisturbed(forward.model, forward.device):
         try:
             # If an export fails, torch writes the whole graph to stderr.
@@ -466,9 +473,9 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
 
 
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
-    """Returns whether an exported module computes tensors from values that it reads from others.
+    """Returns whether an exported module reads values of tensors and computes tensors from them.
 
-    Values that it only checks do not count.
+    Values that the module only checks do not count.
     """
     numbers: set[torch.fx.Node] = set()
     aten = torch.ops.aten

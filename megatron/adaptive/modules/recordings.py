@@ -2,12 +2,12 @@
 
 ::
 
-    microbatch ──> signature (shapes, types, deciding values) ──> programs of this rank's stages
-                        │ new                                          ▲
+    microbatch ──> signature (shapes, dtypes, decisive values) ──> programs of this rank's stages
+                        │ if new                                        ▲
                         └──> record the model ──> cut at the same places
 
 The sample batch fixes the cut points, the partition, and the parameters that each rank keeps.
-Recordings that are made later must get along with them.
+Later recordings can use only the parameters that the ranks keep.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from megatron.adaptive.modules.recording import Forward, Forwards, Mode, Sampled
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of steps after which a new signature is reported, because it costs time unexpectedly.
+# After this many steps, a new signature is reported, because recording it delays the step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Multiplications in the time in which another call makes one element of its result."""
-# Position of the operand whose last axis is summed over, by name of the function.
+"""Cost of one result element of a call that is not a matmul or similar, in multiplications."""
+# Position of the operand whose last axis a matmul sums over, by name of the function.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -52,7 +52,7 @@ class Example:
     Attributes:
         microbatch: Tensors of the microbatch, on the model's device.
         signature: Signature of the microbatch.
-        forwards: Forward passes, with the segments of all cut points.
+        forwards: Recorded forward passes, with the segments of all cut points.
         count: Number of microbatches in the sample batch that have this signature.
     """
 
@@ -70,12 +70,12 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         microbatches: Microbatches of the sample batch, on the model's device.
 
     Returns:
-        Recordings in the order of their first microbatches, except that the first one passes all
-        cut points.
+        Recordings in the order of their first microbatches, except that the first recording is one
+        that passes all cut points.
 
     Raises:
         ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
-            model draws random numbers without torch.
+            model draws random numbers with Python or numpy instead of torch.
     """
     before = _host_random_state()
     first_of: dict[Signature, Microbatch] = {}
@@ -90,13 +90,14 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     }
     if model.slicing != "record" and _host_random_state() != before:
         raise ConfigError(
-            "the forward draws random numbers from Python's random or numpy.random, and those of "
-            "the sample would be used for all microbatches: draw them with torch, or give "
+            "the forward draws random numbers from Python's random or numpy.random, and all "
+            "microbatches would use the numbers of the sample: draw them with torch, or give "
             'slicing="record" if they do not matter'
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record this one again, to raise the error that names a cut point which none passes.
+        # Record the microbatch with the most cut points again without may_miss, which raises an
+        # error if it does not pass all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -131,10 +132,10 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 
 
 def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
-    """Gives the calls of a recording that misses cut points the segments of all cut points.
+    """Assigns the calls of a recording that skips cut points to the segments of all cut points.
 
-    A microbatch without images misses the cut points of the encoder of images. Between the cut
-    points that it does pass, a call belongs to the segment that uses the call's parameter in other
+    A microbatch without images, for example, skips the cut points in the image encoder. Between the
+    cut points that it passes, a call belongs to the segment that uses the call's parameter in other
     recordings. A call without parameters belongs to the segment of the call before it.
 
     Args:
@@ -146,7 +147,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         ConfigError: If the recording passes the cut points in another order.
     """
     for tape in forwards.tapes.values():
-        # The sample's recordings ignored these added cut points.
+        # Ignore added cut points that the recordings of the sample batch ignored.
         tape.remove_cuts([name for name in tape.cuts if name not in cuts])
         if tape.cuts == list(cuts):
             continue
@@ -155,7 +156,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
             raise ConfigError(
                 f"a microbatch passes the cut points {', '.join(tape.cuts)}, the sample "
                 f"{', '.join(cuts)}: each microbatch must pass them in the same order, but may "
-                "leave some out"
+                "skip some"
             )
         passed = [cuts.index(name) for name in tape.cuts]
         lows = [0, *(position + 1 for position in passed)]
@@ -212,7 +213,7 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns the counted work of each segment for a microbatch, in training if recorded."""
+        """Returns each segment's counted work for a microbatch, in training if it is recorded."""
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 
@@ -230,7 +231,7 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Contains which ranks use each buffer in any recording.
+    """Keeps track of the ranks that use each buffer in any recording.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -245,12 +246,12 @@ class BufferUse:
     changed: set[str] = field(default_factory=set)
 
     def add(self, cut: CutForwards) -> None:
-        """Adds a recording.
+        """Adds the buffers of a recording.
 
         Raises:
-            ConfigError: If a buffer changes on a rank, and another rank uses it. The other rank
-                would use old values. Or if a buffer changes in training, and an order by cost is
-                chosen. The buffer would get other values than in the given order.
+            ConfigError: If a buffer changes on one rank and another rank uses the buffer, which
+                would have old values there. Or if a buffer changes in training and microbatches
+                are ordered by cost, because the buffer's values depend on their order.
         """
         training = cut.forwards.tapes.get("training")
         if training is not None and self.order != "given":
@@ -275,7 +276,7 @@ class BufferUse:
         """Checks that a forward pass in training changes no buffer.
 
         Raises:
-            ConfigError: If it changes one.
+            ConfigError: If the forward pass changes a buffer.
         """
         names = sorted(training.values[number].name for number in changed_buffers(training))
         if names:
@@ -288,7 +289,7 @@ class BufferUse:
 def activation_bytes(tape: Tape) -> int:
     """Returns the size in bytes of all tensors of a recording through which gradients flow.
 
-    The number is the same on all ranks, and about proportional to the activations that are kept.
+    The size is the same on all ranks, and roughly proportional to the activations that are kept.
     """
     return sum(
         torch.Size(value.shape).numel() * value.dtype.itemsize
@@ -300,9 +301,9 @@ def activation_bytes(tape: Tape) -> int:
 def segment_work(tape: Tape) -> tuple[float, ...]:
     """Returns the multiplications of each segment in forward and backward for one microbatch.
 
-    This is a cost of the microbatch that is the same in every run. A matrix product, convolution or
-    attention counts its multiplications. Any other call counts its results as if each took a fixed
-    number of multiplications, because such calls wait for memory.
+    The result estimates the cost of the microbatch, and is the same in every run. For a matmul,
+    convolution or attention, the multiplications are counted. For any other call, each element of
+    the result counts as a fixed number of multiplications, because such calls wait for memory.
 
     Args:
         tape: Recorded forward pass.
@@ -318,8 +319,8 @@ def _work(tape: Tape, call: Call) -> float:
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return forward
-    # The backward pass makes one gradient for each of at most two operands that need one. That of
-    # a bias takes hardly any time.
+    # The backward pass computes one gradient for each of at most two operands that need a gradient.
+    # The gradient of a bias takes hardly any time.
     operands = [tape.values[number] for number in call.reads]
     needed = sum(value.requires_grad and len(value.shape) > 1 for value in operands)
     return forward * (1 + min(2, needed))
@@ -338,7 +339,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the multiplications of a product, convolution or attention, 0 for other calls.
+    """Returns the multiplications of a matmul, convolution or attention; 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -357,7 +358,9 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptPart:
-    """Contains what the sample batch has fixed: how the model is cut, and what each rank keeps.
+    """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
+
+    The sample batch determines both.
 
     Attributes:
         cuts: Names of all cut points, in order.
@@ -390,13 +393,14 @@ class KeptPart:
 
         Args:
             cut: Recording, cut into stages.
-            signature: Signature of its microbatches.
-            held: Names of the parameters and buffers that this rank keeps, ``None`` for those that
-                it keeps now.
+            signature: Signature of the recorded microbatches.
+            held: Names of the parameters and buffers that this rank keeps; ``None`` for those in
+                the attribute ``held``.
 
         Raises:
-            ConfigError: If a rank lacks one, or two ranks use a buffer that changes. The error is
-                the same on all ranks of the pipeline, except for lacking buffers.
+            ConfigError: If a rank lacks a parameter or buffer, or two ranks use a buffer that
+                changes. All ranks of the pipeline raise the same error, except that a missing
+                buffer is an error only on the rank that lacks it.
         """
         self.buffer_use.add(cut)
         held = self.held if held is None else held
@@ -418,7 +422,7 @@ class KeptPart:
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
-        """Returns the programs of this rank's stages."""
+        """Returns the programs of this rank's stages for a recording."""
         chunks = range(self.placement.num_chunks)
         stages = [self.placement.stage_of(self.pp_rank, chunk) for chunk in chunks]
         by_mode: dict[Mode, Sequence[StageProgram]] = {}
@@ -440,13 +444,14 @@ class KeptPart:
 
 
 class Recordings:
-    """Keeps the programs of this rank's stages by signature, and makes those of new signatures.
+    """Keeps the programs of this rank's stages by signature, and makes programs for new signatures.
 
     Args:
         model: Model with its settings for recording.
         part: Cuts and parameters that the sample batch has fixed.
         way: Method by which the sample batch was recorded.
-        most: Maximum number of signatures to keep. The least recently used one is dropped.
+        most: Maximum number of signatures to keep. Beyond it, the least recently used signature is
+            dropped.
     """
 
     def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
@@ -458,13 +463,13 @@ class Recordings:
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
-        # Recordings behind the programs, from which stages of another partition can be cut.
+        # Keep the recordings of the programs, so that they can be cut by another partition.
         self._forwards: dict[Signature, list[Forwards]] = {}
         self._dropped: set[int] = set()
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Keeps the programs of a recording, and returns all with this signature."""
+        """Keeps the programs of a recording, and returns all programs with this signature."""
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
@@ -479,14 +484,14 @@ class Recordings:
 
     @property
     def part(self) -> KeptPart:
-        """Returns how the model is cut, and what each rank keeps."""
+        """Returns the cuts of the model, and the parameters and buffers that each rank keeps."""
         return self._part
 
     def cut(self, partition: Sequence[int]) -> dict[Signature, list[CutForwards]]:
         """Cuts all recordings into the stages of another partition.
 
         Raises:
-            ConfigError: If a recording cannot be cut there.
+            ConfigError: If a recording cannot be cut into these stages.
         """
         return {
             signature: [CutForwards.of(each, partition) for each in self._forwards[signature]]
@@ -497,7 +502,7 @@ class Recordings:
         """Replaces all programs by those of another partition.
 
         Args:
-            part: New cuts and parameters of the ranks.
+            part: New partition, and the parameters and buffers that ranks keep for it.
             cuts: Result of :meth:`cut`.
         """
         self._part = part
@@ -539,7 +544,7 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Prints a line at the first late recording, and one at the first repeated recording."""
+        """Prints a line at the first late recording, and a line at the first repeated recording."""
         if self._part.pp_rank:
             return
         if step > _EARLY_STEPS and "late" not in self._reported:

@@ -1,15 +1,16 @@
 """Implements ``repartition="auto"`` of a ``Pipeline``: moves segments if that makes steps faster.
 
-Every rank measures its steps. At the end of an interval the first rank judges by the same rules as
-the trainer (``rebalance/judgement.py``)::
+Every rank measures its steps. At the end of an interval the first rank decides by the same rules as
+the trainer (``rebalance/judgement.py``) whether segments move::
 
     times of the stages        ──┐
-    counted work of the segments ├──> loads of ranks and segments ──> fastest partition, simulated
+    counted work of the segments ├──> loads of ranks and segments ──> fastest simulated partition
      of the trained microbatches─┘
 
 Segments with the same work and equally large parameters are of one kind, such as the blocks of an
 encoder. The time of a stage is divided among its segments by their counted work, summed over the
-microbatches that were trained. So many images make the encoder expensive, and few make it cheap.
+microbatches that were trained. For example, microbatches with many images make the segments of an
+image encoder expensive.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
     """Checks that segments may move in this job.
 
     Raises:
-        ConfigError: If they may not.
+        ConfigError: If the job is elastic, or a trace is written.
     """
     if request.repartition == "off":
         return
@@ -61,7 +62,7 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
     if request.trace_dir is not None:
         raise ConfigError(
             "repartition 'auto' was given with trace_dir, and a trace describes steps of one "
-            "partition: leave out one of them"
+            "partition: leave out one of the two settings"
         )
 
 
@@ -72,14 +73,19 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Returns the object that moves segments, ``None`` if they stay. Collective."""
+    """Returns the object that moves segments. Collective over all ranks.
+
+    Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
+    """
     if request.repartition == "off" or mesh.pipeline_size == 1:
         return None
     return SegmentBalancer(request, assembly, mesh, orders, balance)
 
 
 class SegmentBalancer:
-    """Measures the steps of a pipeline, and decides when segments move. Collective over all ranks.
+    """Measures the steps of a pipeline, and decides when segments move.
+
+    The methods are collective over all ranks.
 
     Args:
         request: Settings of the pipeline.
@@ -114,12 +120,12 @@ class SegmentBalancer:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Returns the present number of segments in each stage."""
+        """Returns the current number of segments in each stage."""
         return self._assembly.recordings.part.partition
 
     @property
     def shared_weights(self) -> tuple[tuple[str, ...], ...]:
-        """Returns all names of each parameter that several processes use now."""
+        """Returns all names of each parameter that several processes currently use."""
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
@@ -130,7 +136,7 @@ class SegmentBalancer:
             times: Durations of this rank's actions in the step, and of the step itself.
 
         Returns:
-            Move to make before the next step, equal on all ranks; ``None`` if segments stay.
+            Move to make before the next step, the same on all ranks; ``None`` if segments stay.
         """
         if self._skip:
             self._skip -= 1
@@ -164,7 +170,7 @@ class SegmentBalancer:
         """Moves segments, and starts to measure the new partition.
 
         Returns:
-            Whether the segments have moved; otherwise a line says why they stay.
+            Whether the segments have moved. If not, a line with the reason is printed.
         """
         begin_s = time.perf_counter()
         before = self.partition
@@ -200,7 +206,10 @@ class SegmentBalancer:
         self._work = [0.0] * len(self._sizes)
 
     def _compare(self, step_s: float) -> Move | None:
-        """Logs the gain of the last move, if any; returns the way back if there is none."""
+        """Prints the gain of the last move, if there was a move since the last check.
+
+        Returns the move back to the former partition if steps did not become faster.
+        """
         promise, self._promise = self._promise, None
         if promise is None:
             return None
@@ -249,7 +258,7 @@ class SegmentBalancer:
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
-    A parameter that several segments use counts in the first of them.
+    A parameter that several segments use counts in the first of these segments.
     """
     part = assembly.recordings.part
     sizes = [0] * (len(part.cuts) + 1)
@@ -260,9 +269,9 @@ def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
 
 
 def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
-    """Returns a number for each segment that is equal for segments of one kind, near its size."""
+    """Returns a number for each segment: its size in bytes plus a small number for its kind."""
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The number makes kinds of equal size differ, and is small beside a size in bytes.
+    # The number of the kind makes kinds of equal size differ, and is small compared to the size.
     return [kind[0] + numbers[kind] for kind in kinds]

@@ -6,7 +6,7 @@
 
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
 the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
-file is read, so that a wrong line is named before training starts.
+file is read, so that a wrong line is an error before training starts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ IGNORED = -100
 # Entries whose values decide shapes: sizes of images, and which tokens stand for images.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Names of placeholders in processors and configurations. Processors without an id have the text.
+# Names of placeholder tokens in processors and configurations. A processor that does not know the
+# token's id has its text.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
-# Keys of a part of a message that may name an image, in the forms that are in use.
+# Keys under which the part of a message may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
 
 
@@ -56,7 +57,8 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
-        # transformers would name its server, although nothing is downloaded.
+        # For a missing folder, the message of transformers names its server, although nothing is
+        # downloaded. So state the reason here.
         reason = _first_line(error) if folder.is_dir() else "there is no such folder"
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read ({reason}): name "
@@ -70,7 +72,7 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """Returns the ids of the tokens that stand for parts of images, videos and sound.
+    """Returns the ids of the tokens that stand for parts of images, videos and audio.
 
     A sample has such a token for each feature of an image, so there is nothing to learn from it.
 
@@ -91,19 +93,19 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Makes microbatches of lines of JSON, one sample in each.
+    """Makes a microbatch from each line of JSON; a line is one sample.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
         max_length: Number of tokens after which a sample is cut off.
-        length_multiple: Number of which all lengths are made a multiple by padding, because a
+        length_multiple: Number to whose next multiple each sample is padded, in tokens, because a
             pipeline records the model once per length.
         image_folder: Folder that contains all images, to which their paths are relative; ``None``
             for the folder of the file with the lines.
-        kept_bytes: Maximum size in bytes of the samples that are kept in memory. The others are
-            encoded again at each use.
+        kept_bytes: Maximum size in bytes of the samples that are kept in memory. All other samples
+            are encoded again at each use.
         config: Configuration of the model, which may name further tokens that stand for images;
-            ``None`` for those that the processor names.
+            ``None`` to use only the tokens that the processor names.
     """
 
     processor: Any
@@ -118,7 +120,7 @@ class SampleReader:
         return torch.tensor(sorted(placeholder_ids(self.processor, self.config)), dtype=torch.long)
 
     def read(self, path: Path) -> SampleFile:
-        """Reads the samples of a file that have something to learn.
+        """Reads the samples of a file that have at least one learned token.
 
         Raises:
             ConfigError: If the file cannot be read, has no such samples, or has a wrong line. The
@@ -130,7 +132,7 @@ class SampleReader:
         """Returns a sample as a microbatch.
 
         Args:
-            sample: Object of a line.
+            sample: Parsed JSON object of a line.
             image_folder: Folder that contains all images.
 
         Raises:
@@ -152,7 +154,7 @@ class SampleReader:
         return self._padded(encoded, has_images=bool(images))
 
     def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
-        """Returns the entries of a conversation."""
+        """Returns the batch entries of a conversation, made by the chat template."""
         processor = self.processor
         template = processor.chat_template
         if template is None:
@@ -179,13 +181,14 @@ class SampleReader:
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
-        """Adds labels, and cuts off or pads entries with a value per token."""
+        """Adds labels, and cuts off or pads the entries that have one value per token."""
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
         # Padding follows the text, so no token of the text attends to it, and no mask is needed.
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Templates may mark placeholders as learned, and texts without a mask contain them.
+        # Ignore placeholders explicitly: templates may mark them as learned, and without a mask all
+        # tokens count as learned.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -231,8 +234,8 @@ class SampleFile:
         reader: Reader that encodes the lines.
 
     Attributes:
-        num_empty: Number of samples that were left out, because they have nothing to learn.
-        digest: Text that differs if a line, an image or their order does.
+        num_empty: Number of samples that were skipped, because they have no learned tokens.
+        digest: Hash of all lines and images in their order.
     """
 
     def __init__(self, path: Path, reader: SampleReader) -> None:
@@ -275,9 +278,9 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns a sample of each kind, such as with and without images.
+        """Returns a sample for each set of entries, such as one with and one without images.
 
-        They show a pipeline what microbatches contain.
+        The samples show a pipeline what microbatches contain.
         """
         return [self[index] for index in self._indices_of_kinds.values()]
 
@@ -338,16 +341,17 @@ def _with_images(
     """Opens the images of a sample and puts them into its messages.
 
     A message's ``content`` is a text or a list of parts. A part ``{"type": "image", "path": FILE}``
-    names an image; ``{"type": "image"}`` stands for the next one of the sample's ``images``.
+    names an image; ``{"type": "image"}`` stands for the next image in the sample's ``images``.
 
     Args:
-        sample: Object of a line, with ``messages`` or ``text``, and ``images`` if wanted.
+        sample: Parsed JSON object of a line, with ``messages`` or ``text``, and optionally
+            ``images``.
         folder: Folder that contains all images.
-        processor: Processor of the model, or its tokenizer if it takes only text.
+        processor: Processor of the model, or its tokenizer if the model takes only text.
 
     Returns:
         All images in order, and the messages with images in their parts; ``None`` instead of the
-        messages if the sample has none.
+        messages if the sample has no messages.
 
     Raises:
         ConfigError: If an image cannot be read, the messages have another form, or the model takes
@@ -384,7 +388,7 @@ def _with_images(
             if image is None:
                 raise ConfigError(
                     f"the messages have more parts of type image than the {len(listed)} images: "
-                    "give a path in each of these parts, or as many images"
+                    "give a path in each of these parts, or one image per part"
                 )
             part.update(type="image", image=image)
             images.append(image)
@@ -395,13 +399,13 @@ def _with_images(
     if unused:
         raise ConfigError(
             f"{unused} of {len(listed)} images have no part of type image in the messages: add "
-            '{"type": "image"} where each one belongs'
+            '{"type": "image"} where each image belongs'
         )
     return images, filled
 
 
 def _has_role(message: Any) -> bool:
-    """Returns whether an entry of the messages is an object that says who speaks."""
+    """Returns whether an entry of the messages is an object with a text ``role``."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
@@ -432,7 +436,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _open_image(name: Any, folder: Path) -> Any:
-    """Returns an image of a file as RGB.
+    """Reads an image file, and returns the image in RGB.
 
     Args:
         name: Path of the image, relative to the folder or absolute; or an object with this path
@@ -440,7 +444,7 @@ def _open_image(name: Any, folder: Path) -> Any:
         folder: Folder that must contain the image.
 
     Raises:
-        ConfigError: If the path leads out of the folder, or the file is missing or no whole image.
+        ConfigError: If the path leads out of the folder, or the file is missing or damaged.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -456,7 +460,7 @@ def _open_image(name: Any, folder: Path) -> Any:
 
 
 def _path_of_image(name: Any, folder: Path) -> str:
-    """Returns the path of the file of an image, without links.
+    """Returns the path of an image file, with symbolic links resolved.
 
     Args:
         name: Path of the image, relative to the folder or absolute; or an object with this path
@@ -475,7 +479,8 @@ def _path_of_image(name: Any, folder: Path) -> str:
             f"image {name[:80]}: nothing is downloaded or decoded from an address: save the image, "
             "and give the path of the file"
         )
-    # A link may lead to a file that the user does not mean to show to a model.
+    # Resolve links, because a link may lead to a file outside of the folder that the user does not
+    # want to show to a model.
     root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:

@@ -1,14 +1,14 @@
-"""Measures the time of each segment of a ``Pipeline`` in traced steps, for its ``trace_detail``.
+"""Measures the time of each segment of a ``Pipeline``, if ``trace_detail`` includes ``layers``.
 
 A stage runs its segments one after the other, and autograd runs their backward passes in reverse.
-So one mark at each border divides the whole pass of a stage among its segments::
+So one time mark at each border divides the whole pass of a stage among its segments::
 
     forward    | segment 4 | segment 5 | segment 6 |
     backward   | segment 6 | segment 5 | segment 4 |
                            ^ autograd is about to compute the first gradient in segment 5
 
-Gradients that a later action computes (``W``) are not part of this. Calls that the backward pass
-runs again (recomputation) are part of the backward pass.
+Gradients that a later action computes (``W``) are not part of the measured times. Calls that the
+backward pass runs again (recomputation) are part of the backward pass.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class SegmentMeter(LayerSums):
     """Measures the segments of this rank. All methods must be called from one thread.
 
     Args:
-        segments: Indices of this rank's segments in the model. The first ones are measured.
-        clock: Clock that makes marks on the device.
+        segments: Indices of this rank's segments in the model. Only the first ``MOST_LAYERS``
+            segments are measured.
+        clock: Clock that makes time marks on the device.
     """
 
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
@@ -54,15 +55,15 @@ class SegmentMeter(LayerSums):
         self._forward = self._backward = None
 
     def enters(self, segment: int | None) -> None:
-        """Notes that the forward pass enters a segment; ``None`` at its end."""
+        """Marks that the forward pass enters a segment; ``None`` marks the end of the pass."""
         self._forward = self._passes(FORWARD, self._forward, segment)
 
     def watch(self, segment: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Watches for the backward pass to enter a segment.
+        """Registers hooks that mark when the backward pass enters a segment.
 
         Args:
             segment: Index of the segment in the model.
-            tensors: Results of the segment that are used after it.
+            tensors: Results of the segment that are used after the segment.
         """
 
         def enters(_: torch.Tensor) -> None:
@@ -75,13 +76,13 @@ class SegmentMeter(LayerSums):
                 tensor.register_hook(enters)
 
     def ends_backward(self) -> None:
-        """Notes the end of a backward pass of a stage."""
+        """Marks the end of a stage's backward pass."""
         self._backward = self._passes(BACKWARD, self._backward, None)
 
     def _passes(
         self, kind: int, current: tuple[int, Any] | None, segment: int | None
     ) -> tuple[int, Any] | None:
-        """Ends the pass of the current segment, and begins that of another one."""
+        """Ends the pass of the current segment, and begins the pass of the next segment."""
         if current is None and segment is None:
             return None
         mark = self.mark()

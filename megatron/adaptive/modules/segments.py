@@ -10,9 +10,9 @@ memory::
 
 Each segment is timed by ``profiling.action_timing`` as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
-messages. Tensors on the ``meta`` device get random values while their segment runs. Segments of
-such a model that make the same calls are measured once. This file also checks that the recorded
-forward pass gives the same loss as the model.
+messages. Tensors on the ``meta`` device get random values while their segment runs. If a model has
+tensors on the ``meta`` device, segments that make the same calls are measured only once. This file
+also checks that the recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_m
 # Maximum number of parameter elements with which an optimizer step is timed.
 _MOST_NUMBERS = 1 << 24
 _OPTIMIZER_STEPS = 4
-# Upper end of the random values of tensors without values. With small values nothing overflows.
+# Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
-# Maximum relative difference between two losses that count as equal. They may differ slightly,
-# because sums may be computed in another order. The second value is for 16-bit types.
+# Maximum relative difference between two losses that count as equal. Losses may differ slightly,
+# because sums may be computed in another order. The second value is for 16-bit dtypes.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -51,7 +51,7 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSample:
-    """Contains the costs of a segment for one microbatch size; times are medians.
+    """Contains the costs of a segment for one microbatch size. Times are medians.
 
     Attributes:
         segment: Index of the segment in the order of the forward pass.
@@ -60,7 +60,7 @@ class SegmentSample:
         backward_s: Time of a backward pass that computes all gradients, in seconds.
         split_s: Times of the two parts of a split backward pass in seconds: gradients of inputs,
             then gradients of weights. ``None`` if the split pass was not measured.
-        output_bytes: Size in bytes of the message that the segment sends to the next one.
+        output_bytes: Size in bytes of the message that the segment sends to the next segment.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
         workspace_bytes: Size in bytes of the temporary memory while the segment runs; 0 on a CPU,
             where it is not measured.
@@ -98,12 +98,12 @@ def measure_segments(
     """Measures all segments with one microbatch; the model's gradients stay unchanged.
 
     Args:
-        forward: Model with all its parameters, on any device; those on ``meta`` get random values.
-            Segments that it recomputes are measured so.
+        forward: Model with all its parameters, on any device. Parameters on ``meta`` get random
+            values. Segments that its ``recompute`` names are measured with recomputation.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
-        split: Whether to measure the split backward pass too.
+        split: Whether to also measure the split backward pass.
         repeats: Number of timed repetitions after the warm-up.
 
     Raises:
@@ -160,7 +160,7 @@ def measure_segments(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak memory statistics; returns the memory in use in bytes, 0 on a CPU."""
+    """Resets the peak memory statistics; returns the memory in use in bytes (0 on a CPU)."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -168,7 +168,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset in bytes, 0 on a CPU."""
+    """Returns the peak memory since the last reset in bytes; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -216,7 +216,7 @@ def _time(
     split: bool,
     repeats: int,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns the times of a segment's F, B and W, its output message, and its ``kept_bytes``."""
+    """Returns a segment's times of F, B and W, its output message, and its kept bytes."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),
@@ -249,7 +249,10 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of shared parameter elements, and the first and last segment with any."""
+    """Returns the number of elements in shared parameters, and the first and last segment.
+
+    The tuple of segments is empty if no parameter is shared.
+    """
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
@@ -288,12 +291,12 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name; a shared tensor appears only under its first name."""
+    """Returns parameters and buffers by name. A shared tensor has only its first name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch.Tensor]) -> None:
-    """Checks that tape and model give the same loss on another microbatch.
+    """Checks that the recording and the model give the same loss on another microbatch.
 
     The losses differ if Python code of the model used values of the sample in a way that the
     recorder cannot see.
@@ -304,7 +307,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
         other: Microbatch other than the recorded one, on the model's device.
 
     Raises:
-        ConfigError: If the loss from the tape differs from the model's.
+        ConfigError: If the loss of the recording differs from the model's loss.
     """
     tape = forwards.evaluation
     if tape.is_random:

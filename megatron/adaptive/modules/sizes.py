@@ -3,8 +3,8 @@
 ``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, whose layout may
 change. It passes the layout to the ranks as an order (:class:`JobOrder`)::
 
-    first start     measure the model ──> model.json ──> all ranks end: the launcher plans with it
-    later starts    use the order's layout if the model is the measured one, else measure again
+    first start     measure the model ──> model.json ──> all ranks exit, and the launcher plans
+    later starts    use the order's layout, or measure again if the model has changed
 
 The launcher plans the layout, because only the launcher knows which machines join and leave.
 """
@@ -67,7 +67,7 @@ class Chosen:
     Attributes:
         best: Chosen layout: ``pipeline_size``, ``replicas``, ``micro_batch_size``, ``partition``,
             and the predicted time of a step in ``seconds``.
-        others: Other layouts that were simulated, the best first.
+        others: Other layouts that were simulated, best first.
         batch_size: Number of samples per step, over all replicas.
         weights: Time of each segment in seconds, with microbatches of the chosen size.
         profile: Measurements on which the choice is based.
@@ -94,7 +94,7 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Ends a rank's program normally; the job continues without this rank or in another layout."""
+    """Makes a rank's program exit; the job continues without this rank or in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ class SettledSizes:
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
         request: Settings of the user, with all sizes filled in.
-        plan: Layout that the planner chose, ``None`` if the planner was not used.
-        order: Layout that the launcher of an elastic job ordered, ``None`` if the job is not
+        plan: Layout that the planner chose; ``None`` if the planner was not used.
+        order: Layout that the launcher of an elastic job ordered; ``None`` if the job is not
             elastic.
     """
 
@@ -116,15 +116,15 @@ class SettledSizes:
 
 
 def settle_sizes(request: PipelineSettings) -> SettledSizes:
-    """Connects to the other processes and determines the layout of the job. Collective.
+    """Connects to the other processes and determines the job's layout. Collective over all ranks.
 
     Args:
         request: Settings of the user, in which sizes may be missing.
 
     Raises:
         ConfigError: If no layout is possible, or a setting is invalid.
-        JobEnded: If this start only measured the model. The launcher then plans a layout and starts
-            the ranks again.
+        JobEnded: If the model was only measured for the launcher. The launcher then plans a layout
+            and starts the ranks again.
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
@@ -154,7 +154,7 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
     """Returns the settings with the layout that the launcher of an elastic job ordered.
 
-    If the order was planned for another model, the current model is measured and the program ends.
+    If the order was planned for another model, the current model is measured and the program exits.
     """
     if is_list(request.sample_batch):
         raise ConfigError(
@@ -198,13 +198,13 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
         ScheduleError: If there is no such schedule.
     """
     if schedule == "forward-only":
-        raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
+        raise ConfigError("schedule forward-only is only for eval(): choose another schedule")
     num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
     placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
             f"chunks {chunks} was given with schedule {schedule}, which has "
-            f"{placement.num_chunks} per rank: leave chunks out"
+            f"{placement.num_chunks} stages per rank: leave chunks out"
         )
     return placement
 
@@ -232,7 +232,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         if split not in (None, splits):
             raise ConfigError(
                 f"split_backward={split} was given, but schedule {schedule} "
-                f"{'has' if splits else 'has no'} weight gradients as work of their own: leave it "
+                f"{'has' if splits else 'has no'} weight gradients as separate actions: leave it "
                 "out"
             )
     return Orders(
@@ -246,7 +246,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
 
 
 def _choose(job: Job, request: PipelineSettings) -> Chosen:
-    """Measures the model and plans a layout, the same on all ranks. Collective over all ranks."""
+    """Measures the model and plans a layout, equal on all ranks. Collective over all ranks."""
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
@@ -260,10 +260,13 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
 
 
 def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures a model; returns the profile, and the planner's description of it. Collective."""
+    """Measures a model; returns the profile, and the planner's description of the model.
+
+    Collective over all ranks.
+    """
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
-    # Choose the orders before measuring, so that wrong settings raise an error at once.
+    # Create the orders before measuring, so that wrong settings raise an error at once.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
     model = {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
@@ -273,7 +276,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # Larger microbatches would be too few: fewer than processes.
+    # Larger microbatches would make a step have fewer microbatches than there are processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
@@ -373,9 +376,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
     def write() -> None:
         if order.signature:
-            print(
-                "the model is not the one that the job was planned for: planning again", flush=True
-            )
+            print("the job was planned for another model: planning again", flush=True)
         try:
             module.write(Path(order.model))
         except OSError as error:

@@ -1,10 +1,10 @@
-"""Iterates over the steps of a training run, which may stop and later continue in another layout.
+"""Iterates over the steps of a training run that may stop and later continue in another layout.
 
 ::
 
     for step in pipeline.loop(1000, save_interval=100):      # 300, 301, ... after a checkpoint
         loss, overflow = pipeline.step(pipeline.share(batch_of(step)))
-    ── on a request to stop: checkpoint, and the program ends with status 0
+    ── on a request to stop: save a checkpoint, and exit with status 0
 
 While the pipeline is open, the loop handles signals and writes the progress file. Stops,
 checkpoints and reports work as in the trainer for GPT models; ``engine.stop``,
@@ -58,15 +58,14 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 class Loop:
-    """Iterates over the remaining steps: those from the newest checkpoint to ``total_steps``.
+    """Iterates over the remaining steps, from the newest checkpoint to ``total_steps``.
 
-    All processes of the job must make the loop together, and each iteration as well (both are
-    collective).
+    The constructor and each iteration are collective over all processes of the job.
 
     Args:
         pipeline: Pipeline that trains the model in each step.
         total_steps: Number of steps in the whole training run, counted from step 0.
-        folder: Folder of checkpoints, ``None`` to save none. An elastic job uses the folder that
+        folder: Folder of checkpoints; ``None`` to save none. An elastic job uses the folder that
             was given to its launcher instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
@@ -75,14 +74,14 @@ class Loop:
             is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
             thread copies them to ``folder``.
-        diagnose_interval: Number of steps between two searches of the trace for slow ranks, 0 for
-            none. Without a trace it has no effect.
-        trust_checkpoint: Whether to load checkpoints of old versions too, which are pickles and
+        diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0 turns
+            the search off. Has no effect without a trace.
+        trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles and
             could run foreign code.
 
     Raises:
         CheckpointError: If the newest checkpoint cannot be loaded or has another batch size, or
-            another job saves into the folder.
+            another job saves to the folder.
         ConfigError: If a setting is invalid.
     """
 
@@ -147,14 +146,14 @@ class Loop:
         return self
 
     def __next__(self) -> int:
-        """Ends the current step and returns the number of the next one.
+        """Ends the current step and returns the number of the next step.
 
         Raises:
             StopIteration: If all steps are done.
             JobEnded: If a stop was requested, after the state was saved.
             CheckpointError: If a checkpoint could not be saved.
             ConfigError: If the caller did not train the step, or trained it twice.
-            PeerLostError: If another rank has ended unexpectedly.
+            PeerLostError: If another rank has exited unexpectedly.
         """
         if self._is_over:
             raise StopIteration
@@ -211,7 +210,10 @@ class Loop:
         self._snapshots.before_update()
 
     def close(self) -> None:
-        """Restores the signal handlers and closes the progress file. Collective; idempotent."""
+        """Restores the signal handlers and closes the progress file.
+
+        Must be called on all processes. Idempotent.
+        """
         self._snapshots.close()
         self._diagnosis.close()
         if self._saves_behind:
@@ -242,7 +244,10 @@ class Loop:
         return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
-        """Loads the newest checkpoint, if any, and returns the time that it took in seconds."""
+        """Loads the newest checkpoint, and returns the time of loading in seconds.
+
+        Returns ``None`` if there is no checkpoint.
+        """
         begin_s = time.perf_counter()
         local_folder = self._local_folder
         if self._folder is None:
@@ -274,7 +279,7 @@ class Loop:
         return time.perf_counter() - begin_s
 
     def _end_step(self) -> None:
-        """Reports the current step, and saves a checkpoint if one is due."""
+        """Reports the current step, and saves a checkpoint if ``save_interval`` requires one."""
         pipeline = self._pipeline
         assert self._current is not None
         if pipeline.steps != self._current + 1:
@@ -300,7 +305,10 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves the last step if necessary, and reports the reason. Collective."""
+        """Ends the loop: saves the last step if it is not saved, and reports the reason.
+
+        Collective over all processes.
+        """
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()

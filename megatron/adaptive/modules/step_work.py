@@ -1,4 +1,4 @@
-"""Makes the work of a step from a batch: its microbatches with programs, weights and order."""
+"""Makes the work of a step from a batch: microbatches in order, with programs and weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class StepWork:
     Attributes:
         microbatches: Tensors of each microbatch, by name.
         programs: Programs of this rank's stages for each microbatch.
-        weights: Weight of each microbatch's loss, ``None`` for the mean over microbatches.
+        weights: Weight of each microbatch's loss; ``None`` for the mean over microbatches.
         is_listed: Whether the user passed a list of microbatches.
-        numbers: Index of each microbatch in the whole step, over all replicas.
+        numbers: Index of each microbatch among those of all replicas.
         order: Index of each microbatch in the batch that the user passed.
     """
 
@@ -49,7 +49,11 @@ class StepWork:
     order: Sequence[int]
 
     def reordered(self, order: Sequence[int]) -> StepWork:
-        """Returns the work with its microbatches in another order, given by their indices."""
+        """Returns a copy of the work with its microbatches in another order.
+
+        Args:
+            order: Indices of the microbatches, in the new order.
+        """
         return StepWork(
             microbatches=[self.microbatches[index] for index in order],
             programs=[self.programs[index] for index in order],
@@ -63,7 +67,7 @@ class StepWork:
         """Returns one value per microbatch in the order of the batch that the user passed.
 
         Args:
-            values: Value of each microbatch, in the order in which they run; or nothing.
+            values: Value of each microbatch, in the order in which they run; may be empty.
         """
         pairs = sorted(zip(self.order, values, strict=False), key=lambda pair: pair[0])
         return [value for _, value in pairs]
@@ -75,13 +79,13 @@ class StepWork:
 
     @property
     def sizes(self) -> list[float] | None:
-        """Returns the sizes of the microbatches' activations, ``None`` if all are equal."""
+        """Returns the bytes of each microbatch's activations; ``None`` if all are equal."""
         sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
         return None if len(set(sizes)) == 1 else sizes
 
 
 class BatchForm:
-    """Describes which batches a pipeline accepts, from its sample batch.
+    """Derives from the sample batch which batches a pipeline accepts.
 
     Args:
         sample: Sample batch, a dictionary of tensors or a list of microbatches.
@@ -109,7 +113,7 @@ class BatchForm:
         """Checks a batch and returns its microbatches.
 
         Raises:
-            ConfigError: If the batch is not of the form that ``Pipeline.step`` describes.
+            ConfigError: If the batch does not have the form that ``Pipeline.step`` describes.
         """
         if is_list(batch):
             return self._lists.microbatches(batch)
@@ -126,7 +130,7 @@ class StepMaker:
 
     Args:
         request: Settings of the pipeline.
-        form: Form of the batches.
+        form: Form that batches must have.
         assembly: This rank's part of the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
@@ -175,7 +179,7 @@ class StepMaker:
             if len(batch) < replicas:
                 raise ConfigError(
                     f"a batch of {len(batch)} microbatches was given to {replicas} replicas: "
-                    "give at least one to each"
+                    "give at least one for each replica"
                 )
             dealt = self.balance.share(batch)
             return list(batch[replica::replicas]) if dealt is None else dealt
@@ -189,12 +193,12 @@ class StepMaker:
         return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
 
     def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch and returns the work of a step. Collective.
+        """Checks a batch and returns the work of a step. Collective over all ranks.
 
         Args:
             batch: Batch of this replica, as the user passed it.
-            num_items: Number of items in each microbatch, ``None`` for the mean over microbatches.
-            step: Number of the training step, -1 in an evaluation.
+            num_items: Number of items in each microbatch; ``None`` for the mean over microbatches.
+            step: Number of the training step; -1 in an evaluation.
 
         Raises:
             ConfigError: If the batch is invalid, or ranks disagree on the step.
@@ -214,7 +218,8 @@ class StepMaker:
             if step >= 0:
                 order = balance.order_of(microbatches, [each.work for each in programs])
         except Exception as error:
-            # Without this, the other ranks would wait for this one until their time limit.
+            # Report the error to the other ranks, which would otherwise wait for this rank until
+            # their time limit.
             if balance.is_on:
                 balance.agree(Declared(step=step, refused=True), error)
             raise
@@ -245,13 +250,13 @@ class StepMaker:
         """Returns the weight of each microbatch's loss. Collective over this rank's ``dp_group``.
 
         Args:
-            items: Number of items in each microbatch, ``None`` for the mean over microbatches.
+            items: Number of items in each microbatch; ``None`` for the mean over microbatches.
             count: Number of microbatches.
             is_listed: Whether the batch is a list of microbatches.
 
         Raises:
             ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
-                of batch or on whether they have items.
+                of batch or on whether ``num_items`` is given.
         """
         replicas = self._mesh.dp_size
         numbers = items or [1.0] * count

@@ -1,7 +1,7 @@
 """Describes a recorded forward pass: its tensors and calls of torch, in order.
 
-Every recorded tensor has an index (its number). The arguments of recorded calls refer to tensors by
-this number.
+Every recorded tensor has an index on the tape, also called its number. The arguments of recorded
+calls refer to tensors by this index.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Value:
 
     Attributes:
         shape: Shape of the tensor.
-        dtype: Element type of the tensor.
+        dtype: Dtype of the tensor.
         requires_grad: Whether a gradient is computed for the tensor or through it.
         source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
-        tensor: The tensor itself if it is a constant, otherwise ``None``.
-        made_by: Index of the call that computed the tensor, -1 if no recorded call did.
-        storage: Address of the tensor's memory, the same for tensors that share memory.
+        tensor: Tensor itself if it is a constant, otherwise ``None``.
+        made_by: Index of the call that computed the tensor; -1 if no recorded call computed it.
+        storage: Address of the tensor's memory, the same for tensors that share memory; 0 if the
+            tensor has no storage.
         varies: Whether the tensor depends on an input, a parameter or a random number.
     """
 
@@ -64,7 +65,7 @@ class Call:
         segment: Number of cut points that the forward pass had reached before the call.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.
-        autocast: Element type of matrix products under autocast, ``None`` if autocast was off.
+        autocast: Dtype of matmuls under autocast; ``None`` if autocast was off.
     """
 
     function: Callable[..., Any]
@@ -90,7 +91,7 @@ class Tape:
         loss: Index on the tape of the tensor that holds the loss.
         device: Device on which the forward pass was recorded.
         aliases: Maps the first name of a parameter or buffer with several names to its other names.
-        autocast: Element type of matrix products in mixed precision, ``None`` in full precision.
+        autocast: Dtype of matmuls in mixed precision; ``None`` in full precision.
         read_buffers: Names of the buffers whose values Python code of the model read.
     """
 
@@ -114,7 +115,7 @@ class Tape:
         return any(call.is_random for call in self.calls)
 
     def remove_cuts(self, names: Container[str]) -> None:
-        """Removes cut points, and joins the segments on both sides of each."""
+        """Removes cut points, and joins the segments on both sides of each removed cut point."""
         kept = [name not in names for name in self.cuts]
         segments = list(itertools.accumulate(kept, initial=0))
         self.cuts = [name for name, is_kept in zip(self.cuts, kept, strict=True) if is_kept]

@@ -57,7 +57,7 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sums tensors over a process group; sends those of one element type together. Collective.
+    """Sums tensors over a process group, in few messages. Collective over ``group``.
 
     Args:
         tensors: Tensors to replace by their sums; all ranks of the group must pass the same shapes
@@ -75,7 +75,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares as a float64 scalar; not finite if any element is not finite."""
+    """Returns the sum of squares as a float64 scalar, which is not finite if any element is not."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
@@ -96,8 +96,8 @@ class Update:
 
     Attributes:
         parameters: Parameters of this rank's stages, by name.
-        optimizer: Optimizer of this rank's parameters, ``None`` if none is set.
-        scaler: Loss scale of fp16 training, ``None`` with other types.
+        optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
+        scaler: Loss scale of fp16 training; ``None`` without fp16.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        """Replaces the parameters after a move; the optimizer stays.
+        """Replaces the parameters after segments have moved. The optimizer object stays the same.
 
         Args:
             parameters: Trained parameters of this rank's stages, by name.
@@ -186,12 +186,12 @@ class Update:
         if foreign:
             raise ConfigError(
                 f"the optimizer holds {len(foreign)} of {len(parameters)} parameters that are not "
-                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make it "
-                "after the Pipeline, with pipeline.parameters()"
+                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make the "
+                "optimizer after the Pipeline, with pipeline.parameters()"
             )
 
     def check_trained(self) -> None:
-        """Checks that the same parameters are trained as when the model was recorded.
+        """Checks that the trained parameters are those that were trained during recording.
 
         Raises:
             ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
@@ -201,11 +201,14 @@ class Update:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, and was "
                     f"{not parameter.requires_grad} when the Pipeline was made, which decides what "
-                    "stages send to one another: change it before, and make a new Pipeline"
+                    "stages send to one another: set requires_grad before making the Pipeline"
                 )
 
     def process_groups(self) -> dict[str, Any]:
-        """Returns the groups over which gradients are summed that have several members, by kind."""
+        """Returns the process groups over which gradients are summed, by kind.
+
+        Groups with a single rank are not included.
+        """
         groups = {
             f"shared weights {'-'.join(map(str, positions))}": group
             for positions, group in self._groups.items()
@@ -213,11 +216,13 @@ class Update:
         return groups | ({"data": self._mesh.dp_group} if self._mesh.dp_size > 1 else {})
 
     def reduce(self, *, spares_unused: bool = False) -> None:
-        """Sums gradients of shared weights; averages all gradients over replicas. Collective.
+        """Sums gradients of shared weights, and averages all gradients over replicas.
+
+        Collective over all ranks.
 
         Args:
-            spares_unused: Whether a parameter to which no rank has a gradient keeps none, so that
-                the optimizer skips it. Otherwise its gradient is zero.
+            spares_unused: Whether a parameter for which no rank has a gradient keeps no gradient,
+                so that the optimizer skips it. If false, its gradient becomes zero.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         has_gradient = {id(parameter): parameter.grad is not None for parameter in trained}
@@ -236,7 +241,9 @@ class Update:
     def _drop_unused(
         self, trained: Sequence[torch.nn.Parameter], has_gradient: dict[int, bool]
     ) -> None:
-        """Removes the gradients of parameters to which no rank had a gradient. Collective.
+        """Removes the gradients of parameters for which no rank had a gradient.
+
+        Collective over all ranks.
 
         Args:
             trained: Trained parameters of this rank's stages.
@@ -270,11 +277,11 @@ class Update:
         """Returns the loss and the gradient norm of the whole model. Collective over all ranks.
 
         Args:
-            losses: Losses of the microbatches on the rank with the last stage, empty on other
+            losses: Losses of the microbatches on the rank with the last stage; empty on other
                 ranks.
             count: Number of microbatches per step.
-            weights: Weight of each microbatch's loss, ``None`` for the mean. A loss of weight 0 is
-                left out, even if it is not a number.
+            weights: Weight of each microbatch's loss; ``None`` for the mean. A loss of weight 0 is
+                ignored, even if it is NaN.
             with_norm: Whether to compute the norm. If false, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
@@ -285,7 +292,7 @@ class Update:
                 totals[0] = stacked.sum() / count
             else:
                 factors = torch.tensor(weights, dtype=torch.float64, device=device)
-                # A mean over no items is not a number, so it is left out.
+                # Ignore losses of weight 0, because a mean over no items is NaN.
                 totals[0] = stacked.where(factors > 0, 0.0) @ factors
         if with_norm:
             totals[1] = _squared_norm(_gradients(self._counted), device)

@@ -1,9 +1,9 @@
 """Runs the pipeline steps of a user's own Megatron-LM on this package's engine.
 
 While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``.
-Megatron-LM calls it to get the function that runs a step, and now gets one that uses this package's
-executor. If stages are placed in a V, the plugin also replaces megatron-core's functions that
-return the position of a stage::
+Megatron-LM calls that function to get the function that runs a step. With the plugin, it gets a
+step function that uses this package's executor. If stages are placed in a V, the plugin also
+replaces megatron-core's functions that return the position of a stage::
 
     Megatron-LM ── get_forward_backward_func() ──> Seam ── one pipeline rank ──> megatron-core's own
                                                      └──── several ───────────> Engine ─> executor
@@ -52,13 +52,13 @@ def install(
 ) -> None:
     """Makes Megatron-LM run its pipeline steps on this package's engine.
 
-    Call it on every rank before the first step, and on a machine without CUDA before megatron-core
-    is imported. Flags of :func:`add_arguments` on the command line override the arguments. A second
-    call with the same settings does nothing. A call with other settings changes them, if no step
-    has run.
+    Must be called on every rank before the first step, and on a machine without CUDA before
+    megatron-core is imported. Flags of :func:`add_arguments` on the command line override the
+    arguments. A second call with the same settings does nothing. Before the first step, a call with
+    other settings changes the settings.
 
     With ``model``, the settings are for one of several models of the process. Flags do not override
-    them, and a second call with other settings for the model is an error.
+    these settings, and a second call with other settings for the same model is an error.
 
     Args:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
@@ -69,15 +69,16 @@ def install(
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
             ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
-        auto_candidates: Names of the user's own schedules that ``auto`` tries too, in the form
+        auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
-            is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
+            is one microbatch in all chunks of the rank. ``None`` takes a default for the numbers of
+            stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
-            it costs nothing (see docs/reference/plugin.md).
+            the split costs nothing (see docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
@@ -88,26 +89,27 @@ def install(
             weights in a loop, in a V and for every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
-        trace_detail: Details of a trace: ``actions``, also the forward and backward of each
-            transformer layer (``layers``), or these and each collective (``collectives``).
-        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
-            Needs ``trace_dir``. Each cause is reported once.
-        transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
-            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
+            and backward of each transformer layer, ``collectives`` to add each collective too.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
+            diagnoses off. Needs ``trace_dir``. Each cause is reported once.
+        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
+            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
         transport_silence_s: Time without any message or heartbeat after which a rank counts as
             lost, in seconds.
         timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
         hang_after_s: Time without progress after which the job counts as hanging and the rank that
-            others wait for is reported, in seconds. 0 for never; ``None`` for 10 times the median
-            step, and at least 30 s.
-        on_hang: ``report`` to write a report page and print a line, ``end`` to also end the job.
+            other ranks wait for is reported, in seconds. 0 turns this off; ``None`` for 10 times
+            the median step time, but at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, ``end`` to also stop the job.
         model: Model that the settings are for, as it is passed to the schedule: a module, or the
             list of its chunks on this rank. ``None`` for all models without settings of their own.
-            Without such a call, they run on megatron-core's own code.
+            If ``install`` is only called with ``model``, all other models run on megatron-core's
+            own code.
 
     Raises:
-        ConfigError: A setting is not possible, or differs from the settings of earlier steps or of
-            an earlier call for the same model.
+        ConfigError: A setting is invalid, or differs from the settings of steps that have already
+            run or of an earlier call for the same model.
         SetupError: The installed megatron-core is not compatible with the engine, or was imported
             too early on a machine without CUDA.
     """
@@ -153,8 +155,8 @@ def install(
 def uninstall() -> None:
     """Restores megatron-core's own functions and closes the engine's channels.
 
-    All ranks must call it, between two steps. If :func:`install` was not called before, it does
-    nothing.
+    Must be called on all ranks, between two steps. Does nothing if :func:`install` was not called
+    before.
 
     Raises:
         TransportError: Another rank did not close its channels in time.

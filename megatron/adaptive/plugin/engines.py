@@ -1,7 +1,7 @@
-"""Holds an engine for each model of a process, and the settings of models that have their own.
+"""Holds an engine for each model of a process, and the settings given for single models.
 
-A program may train several models, for example an actor and a critic. Each has an engine with
-channels, schedule and trace of its own, so that their steps may follow each other in any order.
+A program may train several models, for example an actor and a critic. Each model has an engine with
+channels, schedule and trace of its own, so steps of different models may run in any order.
 A model is recognized by its chunks, without the wrappers around them.
 """
 
@@ -28,7 +28,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnSettings:
-    """Contains a model and its settings.
+    """Contains a model and the settings that were given for it alone.
 
     Attributes:
         chunks: Chunks of the model, without wrappers.
@@ -55,12 +55,12 @@ class Engines:
 
     @property
     def has_own_settings(self) -> bool:
-        """Returns whether a model has settings of its own."""
+        """Returns whether any model has settings of its own."""
         return bool(self._own)
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether steps have run of a model without settings of its own."""
+        """Returns whether a model without settings of its own has run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
@@ -72,8 +72,8 @@ class Engines:
         """Gives a model settings of its own.
 
         Raises:
-            ConfigError: The model has other settings already, steps of it have run, or it is no
-                model.
+            ConfigError: The model already has other settings or has run a step, or ``model`` is
+                neither a module nor a list of modules.
         """
         parts = [model] if isinstance(model, torch.nn.Module) else list(model)
         if not parts or not all(isinstance(part, torch.nn.Module) for part in parts):
@@ -92,25 +92,25 @@ class Engines:
                 )
         if any(_share_chunks(chunks, engine.modules) for engine in self._engines):
             raise ConfigError(
-                f"install() was called for {_name(chunks)} after steps of it have run: call it "
+                f"install() was called for {_name(chunks)} after this model ran a step: call it "
                 "before the model's first step"
             )
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the settings that a model has of its own, or ``None``."""
+        """Returns the settings that were given for this model alone; ``None`` if there are none."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of a model, made if this is the model's first step.
+        """Returns the engine of a model, and makes the engine at the model's first step.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
             shared: Settings of models that have none of their own.
-            traced: Function of megatron-core that runs the steps of this model, and is only traced;
-                ``None`` to run them on the executor.
+            traced: Step function of megatron-core that the engine calls and only traces; ``None``
+                to run the steps on the executor.
         """
         chunks = _bare(model)
         for engine in self._engines:
@@ -132,15 +132,15 @@ class Engines:
         return engine
 
     def close(self) -> None:
-        """Closes all engines, the last one first. All ranks must call it.
+        """Closes all engines, the last engine first. Must be called on all ranks.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
         """
         self._watch.close()
         is_orderly = not any(engine.has_failed for engine in self._engines)
-        # Each trace wraps megatron-core's functions as the trace before it has left them, so the
-        # last engine closes first.
+        # Each trace wraps functions of megatron-core that earlier traces have already wrapped, so
+        # the last engine closes first.
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
                 stack.callback(engine.close, is_orderly=is_orderly)
@@ -180,7 +180,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Returns the first setting that differs, with both values."""
+    """Returns a text that names the first setting that differs, with both values."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

@@ -7,11 +7,11 @@ restored after the part is built::
 
     outside of layers       seed, "outside"         output layer
       └─ embedding          seed, "embedding"
-      └─ layer n of all     seed, "layer n"         on any rank
-      └─ prediction n       seed, "mtp n"           including the layer in it
+      └─ layer n            seed, "layer n"         n counts the layers of all ranks
+      └─ prediction n       seed, "mtp n"           multi-token prediction, with its layer
 
 As in megatron-core, ranks of a tensor- or expert-parallel group draw different numbers for weights
-that are split among them, and equal numbers for all others.
+that are split among them, and equal numbers for all other weights.
 """
 
 from __future__ import annotations

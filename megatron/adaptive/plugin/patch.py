@@ -1,8 +1,9 @@
-"""Replaces megatron-core's ``get_forward_backward_func`` by one that runs steps on the executor.
+"""Replaces megatron-core's ``get_forward_backward_func``, so that steps run on the executor.
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
-package, and modules of Megatron-LM import it by name. The plugin replaces it in all these modules
-by one object, which holds the plugin's whole state. Uninstalling the plugin restores the function.
+package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
+function by the same object, which holds the plugin's whole state. Uninstalling the plugin restores
+the function.
 :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that return the position of
 a stage.
 """
@@ -48,8 +49,8 @@ class Seam:
         original: Function ``get_forward_backward_func`` of megatron-core.
         engines: Engines that run the steps, one for each model.
         placed: Replacements of megatron-core's functions that return the position of a stage.
-        first_weights: Replacements of constructors that draw initial weights by layer, if the
-            settings say so.
+        first_weights: Replacements of constructors, which draw initial weights by layer if the
+            setting ``first_weights`` is ``by-layer``.
     """
 
     original: StepFunction
@@ -69,10 +70,10 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings of all models without their own, if no step has run with them.
+        """Changes the settings of all models that have no settings of their own.
 
         Raises:
-            ConfigError: A step has already run with the former settings.
+            ConfigError: A step has already run with the former settings, which differ.
         """
         if settings == self._settings:
             return
@@ -87,7 +88,7 @@ class Seam:
         """Returns the function that runs a step. Arguments are those of megatron-core's function.
 
         Raises:
-            ConfigError: The settings are not possible, or megatron-core returns a loop that the
+            ConfigError: A setting is invalid, or megatron-core returns a step function that the
                 plugin does not know.
         """
         if not self._is_asked:
@@ -117,7 +118,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Closes the engines. Later calls go to megatron-core's own function."""
+        """Closes the engines. Later calls of this object return megatron-core's own functions."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engines = self.engines
@@ -140,7 +141,7 @@ class Seam:
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def _kind(self) -> PlacementKind:
-        """Returns the current kind of placement. It is called several times per microbatch."""
+        """Returns the current kind of placement. Called several times per microbatch."""
         return self._settings_of_model().kind
 
     def _draws_by_layer(self) -> bool:
@@ -150,7 +151,7 @@ class Seam:
         return self._settings.overridden(megatron_arguments())
 
     def _settings_of_model(self) -> Settings:
-        """Returns the settings with flags applied.
+        """Returns the shared settings, overridden by flags of the command line.
 
         The result is computed once for each set of parsed arguments.
         """
@@ -163,14 +164,14 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns the function of megatron-core that runs a step, ``None`` if the engine runs it.
+    """Returns the step function if megatron-core runs the steps; ``None`` if the engine runs them.
 
     Args:
-        chosen: Function that megatron-core has chosen.
+        chosen: Step function that megatron-core has chosen.
         settings: Settings of the model.
 
     Raises:
-        ConfigError: megatron-core has chosen a loop that the engine cannot replace.
+        ConfigError: The engine cannot replace the step function that megatron-core has chosen.
     """
     alone: StepFunction = schedules.forward_backward_no_pipelining
     if chosen is alone:
@@ -214,12 +215,12 @@ def _keeping_outputs(run_step: StepFunction) -> StepFunction:
 
 
 def put(settings: Settings, model: Model | None = None) -> None:
-    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in every module that has it.
+    """Replaces ``get_forward_backward_func`` by a :class:`Seam` in every module that imported it.
 
     Args:
         settings: Settings of the plugin.
-        model: Chunks of the only model that the settings are for; ``None`` for all models that have
-            no settings of their own.
+        model: Chunks of the model, if the settings are for one model only; ``None`` for all models
+            that have no settings of their own.
 
     Raises:
         ConfigError: Steps have already run with other settings, or the model has other settings.
@@ -231,7 +232,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
         else:
             present.engines.give(model, settings)
         return
-    # Other models of the process stay with megatron-core, if only one has been given settings.
+    # If the settings are for one model only, megatron-core runs the other models of the process.
     seam = Seam(present, settings if model is None else Settings(schedule="megatron"))
     if model is not None:
         seam.engines.give(model, settings)

@@ -1,6 +1,6 @@
 """Assigns the stages of an unmodified Megatron-LM to ranks in a V.
 
-A few functions of megatron-core return the position of a stage. They are replaced while the plugin
+A few functions of megatron-core return the position of a stage. The plugin replaces them while it
 is installed. The replacements change results only if the placement is a V::
 
     4 ranks, 2 chunks    megatron-core's loop    V
@@ -57,7 +57,7 @@ class TurnedLayout(PlacedLayout):
     Args:
         placement: Assignment of pipeline stages to positions.
         stages: Names of the layers in each stage, in pipeline order.
-        original: Layout in the model's configuration that this one replaces.
+        original: Layout that the model's configuration had before; ``None`` if it had no layout.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -88,10 +88,10 @@ class Placed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def put(self) -> None:
-        """Puts the replacements in place of megatron-core's functions.
+        """Replaces megatron-core's functions.
 
         Raises:
-            SetupError: megatron-core lacks one of these functions.
+            SetupError: The installed megatron-core lacks one of these functions.
         """
         for owner, name, replacement in (
             (parallel_state, "initialize_model_parallel", self._initialize),
@@ -108,8 +108,8 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "by which stages are placed; use megatron-core 0.15 to 0.20 or leave install() "
-                    "out"
+                    "which the plugin needs to place stages; use megatron-core 0.15 to 0.20 or "
+                    "leave install() out"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, replacement in self._replaced:
@@ -127,7 +127,7 @@ class Placed:
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes process groups; embedding groups contain the rank of the first stage in a V."""
+        """Makes process groups. In a V, embedding groups contain the rank with the first stage."""
         renew_program()  # done here, because by now the program has imported all its modules
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
@@ -165,10 +165,10 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build the data, although it has neither the first nor the last stage of a V.
+        """Makes rank 0 build data sets in a V, where it has neither the first nor the last stage.
 
-        Rank 0 builds the indices of the data set, which other ranks then read. If it had no data,
-        Megatron-LM would not train on any rank.
+        Rank 0 builds the indices of the data set, which other ranks then read. If rank 0 had no
+        data, Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -178,8 +178,8 @@ class Placed:
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Sets the layout of a V in a model's configuration."""
-        # If this function already changed the configuration, or one that it was copied from, use
-        # the original layout.
+        # This function may already have changed this configuration, or a configuration that this
+        # one was copied from. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
@@ -194,7 +194,7 @@ class Placed:
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
         """Makes both copies of a tied embedding equal.
 
-        megatron-core itself sets one of them to zero.
+        megatron-core itself sets one of the copies to zero.
         """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
@@ -224,7 +224,7 @@ class Placed:
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces an object where it is defined and in every module that has imported it by name."""
+    """Replaces an attribute of ``owner``, also in every module that has imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         # Read the module's dictionary, because getattr would trigger imports in lazy modules.
@@ -239,7 +239,10 @@ def kind_of(config: Any) -> PlacementKind:
 
 
 def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``function`` with the original and all arguments."""
+    """Returns a function with the name of ``original``, which stands in for it.
+
+    The returned function calls ``function`` with ``original``, followed by all its own arguments.
+    """
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -265,7 +268,7 @@ def _check(config: Any) -> None:
     if getattr(config, "mtp_standalone", False):
         raise ConfigError(
             "pipeline_model_parallel_layout of the model has multi-token prediction on a separate "
-            "stage: a V has it on the last stage; move its layers there or use placement loop"
+            "stage: a V needs it on the last stage; move its layers there or use placement loop"
         )
     holders = parallel_state.get_embedding_group(check_initialized=False)
     if holders is not None and holders.size() > 1:

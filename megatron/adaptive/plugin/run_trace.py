@@ -45,7 +45,7 @@ class _Begun:
     """Describes the current training step.
 
     Attributes:
-        iteration: Index of the step.
+        iteration: Number of the step, from 1.
         begin_s: Start of the step, as a value of :func:`time.perf_counter`.
         samples: Number of samples in the step, of all replicas together.
         tokens: Number of tokens in these samples.
@@ -67,8 +67,8 @@ class StepTrace:
         tracing: Trace to which spans are added.
         settings: Settings of the plugin.
         accelerator: CPU or GPU of this rank.
-        iteration: Number of training steps done before this start.
-        finish_step: Function that ends the current step. It is called before a checkpoint is saved.
+        iteration: Number of training steps that were done before this process started.
+        finish_step: Function that ends the current step; called before a checkpoint is saved.
         model_groups: Process groups of the model.
     """
 
@@ -196,7 +196,7 @@ class StepTrace:
     def timed(self, iterators: Any) -> Any:
         """Wraps the data iterators of a training step so that reads are traced.
 
-        ``None`` stays ``None``.
+        Returns ``None`` in place of an iterator that is ``None``.
         """
         if isinstance(iterators, list):
             return [self.timed(iterator) for iterator in iterators]
@@ -287,7 +287,7 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns a chunk's number of layers, and two costs in multiply-adds per token.
 
-    The two costs are those of one layer and of computing logits.
+    The first cost is that of one layer, the second cost that of computing logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -305,8 +305,8 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
     """Returns the sum of :func:`_summed_loss` over replicas; ``None`` unless on the last stage.
 
-    Collective over the replicas of the last stage. A replica without a loss takes part with zeros,
-    because replicas may report different things.
+    Collective over the replicas of the last stage. A replica without a loss contributes zeros,
+    because other replicas may have a loss and wait for the all-reduce.
 
     Args:
         reported: Results of the loss function; empty on all stages but the last.
@@ -323,7 +323,7 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
 
 
 def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
-    """Returns the mean loss, ``None`` if a replica has reported none. Waits for the device."""
+    """Returns the mean loss; ``None`` if a replica reported no loss. Waits for the device."""
     if total is None:
         return None
     loss, count, replicas = total.tolist()
@@ -331,9 +331,10 @@ def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
 
 
 def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a replica's loss, the number by which it is divided, and 1.
+    """Returns a tensor with a replica's loss, the number to divide the loss by, and 1.
 
-    Returns ``None`` if the values are no losses of Megatron-LM's form.
+    The sum of the last element over replicas counts the replicas that have a loss. Returns ``None``
+    if the results do not have the form of Megatron-LM's losses.
 
     Source: ``train_step`` of Megatron-LM, which reports either a loss, or a sum over tokens and the
     number of tokens.

@@ -27,24 +27,24 @@ OF_PROCESS = {
     "hang_after_s": "one watch looks at all models",
     "on_hang": "one watch looks at all models",
 }
-"""Maps each setting that all models of a process share to the reason."""
+"""Maps the name of each setting that all models of a process share to the reason for this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PluginFlags:
-    """Defines flags that only the plugin has, and model settings that are checked with them."""
+    """Defines flags that only the plugin has, and model settings that are checked with flags."""
 
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
     first_weights: str = flag(
-        "Draw first weights by pipeline rank, as Megatron-LM does, or by the number of their "
-        "layer: then they are the same in a loop, in a V and for every number of stages.",
+        "Draw initial weights by pipeline rank, as Megatron-LM does, or by layer number. With "
+        "by-layer, they are the same in a loop, in a V and for every number of stages.",
         "by-rank",
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's random numbers from step, microbatch and layer, so that the order of work "
-        "does not change them; otherwise Megatron-LM draws them in the order of the forwards.",
+        "Draw dropout's random numbers from step, microbatch and layer, so that the order of "
+        "actions does not change them; otherwise Megatron-LM draws them in the order of forwards.",
         False,
         takes_value=True,
     )
@@ -63,15 +63,16 @@ class Settings:
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
             megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
             ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
-        auto_candidates: Names of the user's own schedules that ``auto`` tries too, in the form
+        auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
         activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
-            is one microbatch in all chunks of the rank. ``None`` for the default for this pipeline.
+            is one microbatch in all chunks of the rank. ``None`` takes a default for the numbers of
+            stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
             backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
-            it costs nothing (see docs/reference/plugin.md).
+            the split costs nothing (see docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
@@ -82,22 +83,22 @@ class Settings:
             weights in a loop, in a V and for every number of stages. It must be set before the
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
-        trace_detail: Details of a trace: ``actions``, also the forward and backward of each
-            transformer layer (``layers``), or these and each collective (``collectives``).
-        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 for none.
-            Needs ``trace_dir``. Each cause is reported once.
-        transport: Connection between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
-            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
+            and backward of each transformer layer, ``collectives`` to add each collective too.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
+            diagnoses off. Needs ``trace_dir``. Each cause is reported once.
+        transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
+            ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
         transport_silence_s: Time without any message or heartbeat after which a rank counts as
             lost, in seconds.
         timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
         hang_after_s: Time without progress after which the job counts as hanging and the rank that
-            others wait for is reported, in seconds. 0 for never; ``None`` for 10 times the median
-            step, and at least 30 s.
-        on_hang: ``report`` to write a report page and print a line, ``end`` to also end the job.
+            other ranks wait for is reported, in seconds. 0 turns this off; ``None`` for 10 times
+            the median step time, but at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, ``end`` to also stop the job.
 
     Raises:
-        ConfigError: A value is not possible, or contradicts another setting.
+        ConfigError: A value is invalid, or contradicts another setting.
     """
 
     schedule: str = "adaptive"
@@ -157,29 +158,29 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions; ``None`` lets the model decide."""
+        """Returns whether weight gradients are separate actions; ``None`` if the model decides."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
         return splits == "always" or bool(self.split_backward)
 
     def in_process_of(self, shared: Settings) -> Settings:
-        """Returns these settings of one model, with the settings that all models share.
+        """Returns a copy of one model's settings, with the process-wide settings of ``shared``.
 
         Args:
             shared: Settings of models that have none of their own.
 
         Raises:
-            ConfigError: A setting contradicts the shared ones.
+            ConfigError: A setting contradicts a process-wide setting.
         """
         common = {name: getattr(shared, name) for name in OF_PROCESS}
         return dataclasses.replace(self, **common)
 
     def require_of_model(self) -> None:
-        """Checks that these settings can be those of one model.
+        """Checks that these settings can be given for a single model.
 
         Raises:
-            ConfigError: A setting is one that all models of the process share.
+            ConfigError: A setting that all models of the process share differs from its default.
         """
         for name, reason in OF_PROCESS.items():
             value = getattr(self, name)
@@ -197,7 +198,7 @@ class Settings:
                 missing or ``None`` does not change.
 
         Raises:
-            ConfigError: The resulting settings are not possible.
+            ConfigError: The resulting settings are invalid.
         """
         values = {name: getattr(arguments, spec.dest, None) for name, spec in _flags().items()}
         flags = {field: value for field, value in values.items() if value is not None}
@@ -239,7 +240,7 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Returns Megatron-LM's parsed arguments, ``None`` if there are none."""
+    """Returns Megatron-LM's parsed arguments; ``None`` if no arguments have been parsed."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:

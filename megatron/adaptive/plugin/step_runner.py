@@ -4,7 +4,7 @@ All ranks build the executor together at the model's first step.
 
 This module makes and closes the channels between ranks, the tuner for ``auto``, the seeds for
 dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
-:mod:`~megatron.adaptive.plugin.run_trace` traces the rest of Megatron-LM.
+:mod:`~megatron.adaptive.plugin.run_trace` traces Megatron-LM's work outside of steps.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Watch:
-    """Watches for hangs and the end of the process, which may run several models.
+    """Watches a process for hangs, and closes its models when it exits. It may run several models.
 
     Args:
-        close: Function that closes all models at the interpreter's end.
+        close: Function that closes all models when the interpreter exits.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -71,8 +71,8 @@ class Watch:
 
     def begin(self, job: Job, settings: Settings) -> None:
         """Starts to watch a model that has just been connected. Collective over all ranks."""
-        # Exit functions run in reverse order, so this one must come after those of the model's
-        # channels and trace.
+        # Python runs exit functions in reverse order of registration. Registering this function
+        # after those of the model's channels and trace makes it run before them.
         atexit.unregister(self._close)
         atexit.register(self._close)
         if self._guard is None:
@@ -84,12 +84,12 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Watches the model whose activity ``evidence`` returns, until another one runs."""
+        """Watches the model whose activity ``evidence`` returns, until another model runs."""
         if self._guard is not None:
             self._guard.snapshot = evidence
 
     def close(self) -> None:
-        """Ends the watch. Idempotent."""
+        """Stops the watch. Idempotent."""
         atexit.unregister(self._close)
         if self._guard is not None:
             self._guard.close()
@@ -101,16 +101,16 @@ class Engine:
     Args:
         settings: Settings of the model, with flags of the command line applied.
         placed: Replacements of megatron-core's functions that return the position of a stage.
-        traced: Function of megatron-core that runs the steps, and is only traced; ``None`` to run
-            the steps on the executor.
+        traced: Step function of megatron-core that the engine calls and only traces; ``None`` to
+            run the steps on the executor.
         modules: Chunks of the model, without wrappers.
         number: Number of the model in the process, from 1.
-        watch: Watch for hangs of the process.
+        watch: Hang watch of the process.
 
     Attributes:
         modules: Chunks of the model, without wrappers.
-        has_failed: Whether a step has raised an error. Other ranks then take no part in an orderly
-            close.
+        has_failed: Whether a step has raised an error. After an error, other ranks may not take
+            part in an orderly close.
         left_open: Whether :meth:`close` left channels open, because a step has failed. The threads
             of these channels still wait for messages.
     """
@@ -154,17 +154,17 @@ class Engine:
         self.left_open = False
 
     def run(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Runs a step. The model's first call is collective over all ranks of the job.
+        """Runs a step. The model's first step is collective over all ranks of the job.
 
         Args:
-            arguments: Arguments of the call, as for megatron-core's function that runs a step.
+            arguments: Arguments for megatron-core's function that runs a step.
 
         Returns:
-            Same as megatron-core's function: results of the loss function.
+            Results of the loss function, as megatron-core's function returns them.
 
         Raises:
             ConfigError: The engine does not support the model or an argument.
-            TransportError: Another rank has ended, or does not respond.
+            TransportError: Another rank has exited, or does not respond.
         """
         if self._traced is None:
             check_call(arguments)
@@ -244,7 +244,7 @@ class Engine:
         """Closes the trace and the channels.
 
         Args:
-            is_orderly: Whether all ranks call it. Otherwise channels are left open.
+            is_orderly: Whether all ranks close this engine. If not, channels are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -264,7 +264,7 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if a step is not of the pipeline that the engine is connected for."""
+        """Raises an error if a step has other ranks or chunks than the model's first step."""
         placement = self._orders.placement
         num_ranks = groups.pp.size()
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
@@ -303,7 +303,7 @@ class Engine:
             self._tuner = self._make_tuner(config, arguments)
 
     def _connect_first(self, config: Any, arguments: Mapping[str, Any]) -> None:
-        """Connects this rank to the others and opens its trace. Collective over all ranks."""
+        """Connects this rank to other ranks and opens its trace. Collective over all ranks."""
         settings = self._settings
         placement = Placement(
             num_ranks=self._groups.pp.size(), num_chunks=len(self._chunks), kind=settings.kind
@@ -374,14 +374,15 @@ class Engine:
     def _make_keys(self, config: Any) -> DropoutKeys | None:
         """Returns the keys for drawing dropout's random numbers; ``None`` without keyed dropout.
 
-        Prints a line if dropout will differ from run to run without them.
+        Prints a line if dropout will differ from run to run without keyed dropout.
         """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
-                    "dropout's numbers follow the order of forwards, which a rule with several "
-                    "chunks chooses again in each run: give --keyed-dropout True to repeat a run"
+                    "dropout's random numbers depend on the order of forwards, which a run-time "
+                    "rule with several chunks chooses again in each run: pass --keyed-dropout "
+                    "True to make runs repeatable"
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
@@ -392,7 +393,10 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any, arguments: Mapping[str, Any]) -> Tuner | None:
-        """Returns the tuner of schedule ``auto``, ``None`` for other schedules. Collective."""
+        """Returns the tuner of schedule ``auto``; ``None`` for other schedules.
+
+        Collective over all ranks.
+        """
         settings = self._settings
         if self._orders.schedule != "auto":
             return None
@@ -415,7 +419,7 @@ class Engine:
         )
 
     def _tune(self) -> None:
-        """Passes the last training step's times to the tuner, which may then choose a schedule."""
+        """Passes the last training step's times to the tuner, which may choose another schedule."""
         done = self._done
         self._done = None
         if self._tuner is None or done is None:
@@ -426,7 +430,7 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether weight gradients are separate actions, the same on all ranks.
+        """Returns whether weight gradients are separate actions. All ranks get the same result.
 
         Collective over all ranks.
         """
@@ -458,7 +462,7 @@ class Engine:
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
             # A caller may change the shape in any step, and on one replica only. Ranks could not
-            # agree then to connect again.
+            # agree to reconnect in such a step, so the channels accept all shapes from the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
             tracing=None if self._trace is None else self._trace.tracing,
@@ -477,7 +481,7 @@ class Engine:
         )
 
     def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the shape ``[s, b, h]`` of this step's tensors; ``None`` if they differ."""
+        """Returns the shape ``[s, b, h]`` of tensors between stages; ``None`` if shapes differ."""
         varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
         if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
             return None
@@ -543,7 +547,7 @@ def _this_device() -> Accelerator:
 
 
 def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
-    """Returns the settings, including those of experts, that must be equal on all ranks."""
+    """Returns the settings, including those of MoE layers, that must be equal on all ranks."""
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     for name in ("trace_dir", "schedule_file"):  # paths may differ between ranks
         shared.pop(name, None)

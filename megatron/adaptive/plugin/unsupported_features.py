@@ -1,7 +1,7 @@
 """Rejects features of Megatron-LM that the engine does not support, before the first step.
 
 megatron-core's own loop does more than run forward and backward passes. Each check rejects a
-feature of that loop that the engine lacks, or a model that relies on the loop's order.
+feature of that loop that the engine lacks, or a model that relies on the loop's order of passes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Maps an attribute that shows that a model has several inputs to the kind of model."""
+"""Maps the name of an attribute that only models with several inputs have to the kind of model."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
     """Raises an error for arguments of a step that the engine does not support.
 
     Args:
-        arguments: Arguments of the call, as for megatron-core's function that runs a step.
+        arguments: Arguments for megatron-core's function that runs a step.
 
     Raises:
         ConfigError: An argument is not supported.
@@ -100,15 +100,15 @@ def check_model(
     if overlaps and "moe" in (config.recompute_modules or ()):
         raise ConfigError(
             "overlap_moe_expert_parallel_comm of the model with recomputed layers of experts: a "
-            "recomputation would change a layer whose forward is still under way; turn one of the "
-            f"two off {_INSTEAD}"
+            "recomputation would change a layer whose forward is still running; turn one of the "
+            f"two settings off {_INSTEAD}"
         )
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"the model's chunks are placed in a {built}, and schedule {settings.schedule} was "
-            f"given with placement {settings.kind}: call install() with it before the model is "
-            "built"
+            f"given with placement {settings.kind}: call install() with this placement before the "
+            "model is built"
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk, groups)
@@ -117,7 +117,7 @@ def check_model(
             raise ConfigError(
                 f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
                 "GPTModel that is built after install() draws weights by layer; call install() "
-                "before, or leave first_weights out"
+                "before the model is built, or leave first_weights out"
             )
     names = ("moe_token_dispatcher_type", "recompute_granularity")
     settings.require(
@@ -128,9 +128,10 @@ def check_model(
 
 
 def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
-    """Raises an error for process groups of the caller that the model needs and the engine lacks.
+    """Raises an error if the caller's process groups do not suit the placement or the model.
 
-    megatron-core's functions that the plug-in replaces for a V ask ``parallel_state``.
+    In a V, the caller's groups would have no effect, because the functions of megatron-core that
+    the plugin replaces use the groups of ``parallel_state``.
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
@@ -139,16 +140,17 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
         )
     if getattr(config, "num_moe_experts", None) and not groups.experts:
         raise ConfigError(
-            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: ranks "
-            "that exchange tokens run the same actions; set these groups"
+            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: the "
+            "engine needs them to run the same actions on ranks that exchange tokens; set these "
+            "groups"
         )
 
 
 def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
     """Raises an error for fp8 with delayed scaling under a run-time rule.
 
-    With delayed scaling, forward passes reduce over replicas, but replicas may choose different
-    orders under such a rule.
+    With delayed scaling, each forward pass reduces scaling factors over replicas. Under a run-time
+    rule, replicas may run their forward passes in different orders.
     """
     delayed = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     if not delayed:
@@ -197,11 +199,12 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why separate weight gradients may cost more than they save; ``None`` otherwise.
+    """Returns why separate weight gradients may cost more than they save; ``None`` if they do not.
 
-    Usually, B frees more memory in activations than it keeps for a later W, so the limit on
-    activations still holds. In the cases that this function finds, B keeps more, or reductions of
-    gradients no longer overlap with backward passes.
+    Usually, a backward by inputs (B) frees more memory than it keeps for the later backward by
+    weights (W), so the limit on activations still holds. In the cases that this function finds, B
+    keeps more memory than it frees, or reductions of gradients no longer overlap with backward
+    passes.
     """
     if getattr(config, "recompute_granularity", None) == "full":
         return "full recomputation keeps less than weight gradients need"
