@@ -50,7 +50,7 @@ Random differences between actions then average out.
 GAIN = 0.005
 """Minimum relative gain of a run-time rule over the best static schedule for choosing the rule.
 
-It is about the error of a simulation.
+It equals the approximate error of a simulation.
 """
 
 
@@ -111,7 +111,7 @@ def candidates(
     also: Sequence[str] = (),
     num_slices: int = 1,
 ) -> list[Candidate]:
-    """Returns the schedules and run-time rules that can run without moving the model's layers.
+    """Returns schedules and run-time rules that can run while the model's layers stay in place.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -303,8 +303,8 @@ def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
 
     Args:
         profile: Times of whole microbatches.
-        num_slices: Number of slices of each microbatch. A message has one slice, and takes its time
-            relative to F of a whole microbatch.
+        num_slices: Number of slices of each microbatch. A message carries one slice; its time is
+            still relative to F of a whole microbatch.
     """
     times = profile.times
     forward_s = statistics.fmean(times.forward_s)
@@ -333,7 +333,8 @@ def _annealed(
 ) -> list[Candidate]:
     """Returns candidates whose order was improved by simulated annealing.
 
-    Annealing uses the mean times, and starts from the candidate that is fastest with them.
+    Annealing uses the mean times, and starts from the candidate that is fastest with the mean
+    times.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()
