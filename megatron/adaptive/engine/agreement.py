@@ -26,7 +26,7 @@ were ready.
 
 An input from another stage on the same rank needs no report: all members run the same action that
 produces it. A static order needs no agreement and no reports, because all ranks know it. A pipeline
-of one rank needs none either, because no inputs arrive from other ranks.
+of one rank needs no agreement either, because no inputs arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Agreement:
     """Chooses this rank's next action.
 
     This base class is for a group of one rank, which simply asks its policy. Subclasses make all
-    ranks of a group choose the same action. Only the executor's thread calls the methods.
+    ranks of a group run the same action. Only the executor's thread may call the methods.
     """
 
     @property
@@ -86,7 +86,7 @@ class Agreement:
 
         Raises:
             DeadlineError: The leader did not accept a report within the time limit.
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         return True
 
@@ -109,7 +109,7 @@ class Agreement:
 
         Raises:
             DeadlineError: The leader did not decide within ``timeout_s``.
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         return policy.pick(state)
 
@@ -135,7 +135,7 @@ class Leader(Agreement):
         reports: Channels from which this rank reads the followers' reports, by global rank of the
             follower.
         completions: Queue of arrived inputs and notices, on which the executor waits.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ def connect(
     describe: Describe,
     module: Any = None,
 ) -> Leader | Follower:
-    """Connects this rank to its decision group, as leader if it is the first member.
+    """Connects this rank to its decision group, as leader if this rank is the first member.
 
     Collective over ``members``.
 
@@ -365,7 +365,7 @@ def connect(
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
         timeout_s: Maximum time in seconds to send a report.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
         module: C++ extension for channels in shared memory, if all members are on one node; else
             ``None``.
     """
