@@ -1,8 +1,9 @@
 """Runs an F and a B of a rank in turns: one computes while the other communicates.
 
-There are two lanes, which are threads, and each runs one action. Only one lane computes at a time.
-When its action exchanges tokens with other ranks, the lane starts the exchange and gives the turn
-to the other lane. When it gets the turn back, it waits for the rest of the exchange::
+There are two lanes. Each lane is a thread that runs one action. Only one lane computes at a time:
+the lane that has the turn. When its action exchanges tokens with other ranks, the lane starts the
+exchange and gives the turn to the other lane. When the lane gets the turn back, it waits for the
+rest of the exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
@@ -44,8 +45,8 @@ class Lanes:
     """Runs the actions of a step in two lanes (threads); the calling thread is the first.
 
     Args:
-        decide: Function that chooses the next action and returns it, or ``None`` for none. Its
-            argument says whether a communicating action can continue instead.
+        decide: Function that returns the next action, or ``None`` if no action starts. Its argument
+            says whether a communicating action can continue instead.
         perform: Function that runs a chosen action to its end.
         await_arrival: Function that blocks until another input has arrived.
 
@@ -72,7 +73,7 @@ class Lanes:
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Runs actions until the step is done.
+        """Runs actions until ``is_done`` returns True.
 
         When an action exchanges tokens, the turn goes to the other lane.
 
@@ -144,8 +145,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # A weight gradient fills one exchange only; after it the first lane gets the turn
-                # back.
+                # At most one weight gradient runs during an exchange. After it, the first lane gets
+                # the turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
