@@ -217,8 +217,8 @@ def _timed(work: Any, call: _Call) -> Any:
     """Returns the ``Work`` of a collective, or a wrapper, so that ``call`` records its end."""
 
     def ends(_: Any) -> None:
-        # On a device, torch calls this function when the collective is queued. The current stream
-        # then waits for the collective, so the mark on this stream is at its end.
+        # For tensors of a device, torch calls this function when the collective is queued. The
+        # current stream then waits for the collective, so the mark on this stream is at its end.
         call.end = call.clock.mark()
 
     try:

@@ -145,7 +145,7 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # At most one weight gradient runs during an exchange. After it, the first lane gets
+                # Only one weight gradient runs during an exchange. After it, the first lane gets
                 # the turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)

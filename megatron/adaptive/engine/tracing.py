@@ -241,6 +241,7 @@ class Tracing:
         """Returns a context that is traced as a span of ``kind``, timed with the host's clock.
 
         The context may also be used between two iterations.
+        """
         start_ns = time.monotonic_ns()
         self._doing = kind
         try:
@@ -417,6 +418,7 @@ def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Gives each forward and backward pass of a model a named range of the profiler.
 
     The names are those that Megatron-LM and ``torch.distributed.pipelining`` use.
+    """
     forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:

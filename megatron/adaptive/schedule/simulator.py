@@ -244,8 +244,7 @@ def decide(world: World, rank: int, now: int) -> bool:
     slot = world.last[rank]
     other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # At most one weight gradient runs during a communication. After it, the waiting action
-    # continues.
+    # Only one weight gradient runs during a communication. After it, the waiting action continues.
     if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
         compute(world, other, now)
         return True
