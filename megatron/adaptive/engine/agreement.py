@@ -293,8 +293,8 @@ class Follower(Agreement):
         message = self._decisions.next(timeout_s)
         if message is None:
             raise PeerLostError(
-                "the first rank of the decision group has ended, while this one waits for "
-                "its next decision; the ranks ran different numbers of steps"
+                "the first rank of the decision group closed its channel, while this rank waits "
+                "for a decision; the ranks ran different numbers of steps"
             )
         return None if message == _NOTHING else Action(*decode(message))
 

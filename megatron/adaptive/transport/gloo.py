@@ -291,8 +291,8 @@ class GlooTransport:
         header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
-                f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
-                "due; a message was lost or doubled"
+                f"message {header.sequence} from {self._describe(peer)} arrived where {sequence} "
+                "was due; a message was lost or duplicated"
             )
         if not self._fits(header.shape, header.dtype):
             raise TransportError(
