@@ -48,7 +48,7 @@ from megatron.adaptive.transport.interface import Arrival, Completions, Item, La
 # Message by which a follower reports that it cannot continue. No label of an input is encoded as
 # this number.
 _LOST = (1 << 63) - 1
-# Message by which the leader decides that no action starts while another one communicates. No
+# Message by which the leader decides that no action starts while another action communicates. No
 # action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
@@ -71,7 +71,7 @@ class Agreement:
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Starts a step. All members of the group must start the same one.
+        """Starts a step. All members of the group must start the same step.
 
         Args:
             step: Number of the step, ascending.
@@ -114,14 +114,14 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a text that lists the inputs that some members lack, and these members.
+        """Returns a text about inputs that some members lack, with the names of these members.
 
         The text is empty if there are no such inputs.
         """
         return ""
 
     def close(self) -> None:
-        """Closes the channels of the group; every member must call it."""
+        """Closes the channels of the group. Must be called on every member."""
 
 
 class Leader(Agreement):
@@ -202,7 +202,7 @@ class Leader(Agreement):
         )
 
     def close(self) -> None:
-        """Closes the decision channel, and waits until the followers have closed theirs.
+        """Closes the decision channel, and waits until the followers have closed their channels.
 
         Followers can still read earlier decisions.
 
@@ -217,7 +217,7 @@ class Leader(Agreement):
                 self._reports[rank].give_up()
                 raise DeadlineError(
                     f"{self._describe(rank)}, of the same decision group, did not close "
-                    f"within {_CLOSE_S:g} s; did it stop elsewhere?"
+                    f"within {_CLOSE_S:g} s; check whether it failed"
                 )
 
     def _collect(self, rank: int) -> None:
@@ -360,7 +360,7 @@ def connect(
     Collective over ``members``.
 
     Args:
-        group: Gloo process group of the members, used for nothing else.
+        group: Gloo process group of the members. Nothing else may use the group.
         members: Global ranks of the group, ascending.
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.

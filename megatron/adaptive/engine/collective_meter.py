@@ -83,7 +83,7 @@ class CollectiveMeter:
 
     Args:
         groups: Process groups of this rank, by kind, such as ``tensor``.
-        clock: Clock that makes marks on the device.
+        clock: Clock that makes time marks on the device.
     """
 
     def __init__(self, groups: Mapping[str, Any], clock: Any) -> None:
@@ -96,7 +96,7 @@ class CollectiveMeter:
         self._watching = ExitStack()
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step.
+        """Begins a step, and starts to measure its collectives if the step is traced.
 
         Args:
             is_traced: Whether to measure the step.
@@ -125,7 +125,7 @@ class CollectiveMeter:
 
         Args:
             operation: Name of the collective.
-            group: Process group that runs it.
+            group: Process group that runs the collective.
             arguments: Arguments with which the method of the process group was called.
         """
         own_group = self._groups.get(group.group_name)

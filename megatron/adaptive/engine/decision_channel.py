@@ -215,12 +215,12 @@ def make_channels(
 ) -> tuple[Writer, dict[int, Reader]]:
     """Makes the channels of a decision group and returns this member's ends of them.
 
-    The first member writes to all others, and each of the others writes to the first.
+    The first member writes to all other members, and each other member writes to the first.
 
     Collective over the members.
 
     Args:
-        group: Gloo group of the members, used for nothing else.
+        group: Gloo group of the members. Nothing else may use the group.
         members: Global ranks of the members, ascending.
         rank: Global rank of this process.
         describe: Function that returns the name of a global rank for messages.

@@ -46,7 +46,7 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
 
 _LAUNCH_AHEAD = 1
-"""Minimum number of unfinished actions on the device when a run-time rule chooses the next one.
+"""Minimum number of unfinished actions on the device when a run-time rule chooses an action.
 
 With 0, the device would be idle during the decision.
 """
@@ -124,7 +124,7 @@ class RankTimes:
 
     Attributes:
         busy_s: Total duration of the actions in seconds.
-        span_s: Time in seconds from the start of the first action to the end of the last one.
+        span_s: Time in seconds from the start of the first action to the end of the last action.
         actions: Actions in the order they ran, each with its duration in nanoseconds.
     """
 
@@ -324,7 +324,7 @@ class Executor:
         self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which one action may compute while another one communicates."""
+        """Runs a step in which one action may compute while another action communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -577,7 +577,7 @@ class ActivationMeter:
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that measures a chunk's forward pass, unless one was measured before.
+        """Returns a context that measures a chunk's forward pass, if it is the chunk's first one.
 
         Args:
             chunk: Index of the chunk on this rank, or number of a slice in a chunk, from 0.

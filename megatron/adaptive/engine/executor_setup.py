@@ -66,7 +66,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Closes the agreement and the channels; all ranks of the pipeline must call it."""
+        """Closes the agreement and the channels. Must be called on all ranks of the pipeline."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()
@@ -153,7 +153,7 @@ def build_executor(
             assigns them; ``None`` for the order of megatron-core.
         model: megatron-core's configuration of the model, ``None`` for a model without experts.
             Ranks that exchange tokens of experts must run the same actions.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
     """
     model_groups = model_groups or ModelGroups()
     if pp_ranks is None:
@@ -234,7 +234,7 @@ def open_trace(
         work: Expected compute cost of each stage, in any unit; empty if unknown.
         pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
             megatron-core.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
         num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
         transport: Name of the transport of all messages; empty if it differs between pairs.
         layer_kinds: Number for the kind of each layer. Layers that do the same work have equal

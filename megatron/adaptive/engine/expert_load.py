@@ -47,7 +47,7 @@ class ExpertLoad:
     Args:
         chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
             gradients on.
-        clock: Clock that makes marks on the device, to time exchanges.
+        clock: Clock that makes time marks on the device, to time exchanges.
         model_groups: Process groups of the model.
     """
 

@@ -42,7 +42,7 @@ class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
 
 
 class Lanes:
-    """Runs the actions of a step in two lanes (threads); the calling thread is the first.
+    """Runs the actions of a step in two lanes (threads). The calling thread is the first lane.
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
@@ -159,10 +159,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """While the context is open, gives the turn to the other lane during each exchange of rows.
+        """Gives the turn to the other lane during each exchange of rows, while the context is open.
 
-        This applies to forward and backward passes. Exchanges of rows (tokens) take long. Exchanges
-        of one number per row are short, so the lane keeps the turn.
+        This applies to forward and backward passes. Only exchanges of rows (tokens) take long. In
+        an exchange of one number per row, the lane keeps the turn.
         """
         plain = dist.all_to_all_single
 

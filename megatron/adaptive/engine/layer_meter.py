@@ -33,7 +33,7 @@ class LayerMeter(LayerSums):
 
     Args:
         chunks: Model chunks of this rank. Hooks stay attached to their layers.
-        clock: Clock that makes marks on the device.
+        clock: Clock that makes time marks on the device.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:

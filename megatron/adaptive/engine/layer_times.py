@@ -25,8 +25,8 @@ class LayerSums:
     """Adds up the times of this rank's layers. All methods must be called from one thread.
 
     Args:
-        numbers: Index in the model of each layer of this rank.
-        clock: Clock that makes marks on the device.
+        numbers: Index of each layer of this rank in the whole model.
+        clock: Clock that makes time marks on the device.
 
     Attributes:
         is_traced: Whether the current step is measured.
@@ -58,8 +58,8 @@ class LayerSums:
         Args:
             position: Position of the layer in ``numbers``.
             kind: Kind of pass, ``FORWARD`` or ``BACKWARD``.
-            start: Mark at the begin of the pass.
-            end: Mark at the end of the pass.
+            start: Time mark at the start of the pass.
+            end: Time mark at the end of the pass.
         """
         self._marks.append((position, kind, start, end))
 

@@ -54,7 +54,7 @@ class ModelGroups:
 
     @property
     def is_of_parallel_state(self) -> bool:
-        """Returns whether the pipeline has the same ranks as the one of ``parallel_state``."""
+        """Returns whether the pipeline has the same ranks as that of ``parallel_state``."""
         if self._collection is None:
             return True
         if not parallel_state.model_parallel_is_initialized():
@@ -84,14 +84,14 @@ class ModelGroups:
 
     @property
     def dp(self) -> Any:
-        """Returns the group of this rank's replicas."""
+        """Returns the group of data-parallel ranks."""
         if self._collection is None:
             return parallel_state.get_data_parallel_group()
         return self._collection.dp
 
     @property
     def dp_cp(self) -> Any:
-        """Returns the group of this rank's replicas and their context-parallel ranks."""
+        """Returns the group of data- and context-parallel ranks."""
         if self._collection is None:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
         return self._collection.dp_cp
@@ -130,7 +130,7 @@ class ModelGroups:
 
     @property
     def dp_cp_rank(self) -> int:
-        """Returns this rank's index among replicas and their context-parallel ranks."""
+        """Returns this rank's index among data- and context-parallel ranks."""
         if self._collection is None:
             rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             return rank

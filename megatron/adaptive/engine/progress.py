@@ -74,7 +74,7 @@ class ProgressFile:
         """Writes the line about the start of a run.
 
         Args:
-            start_iteration: Number of iterations done before this start.
+            start_iteration: Number of iterations done before training started or resumed.
             total_iterations: Number of iterations of the whole training run.
             **more: Further fields, such as the parallel sizes, and ``moved`` if the ranks were
                 already training and now switch to this folder.

@@ -54,7 +54,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
     Args:
         environment: Settings of this rank, from environment variables.
-        timeout: Maximum time of each later wait for other ranks.
+        timeout: Time limit for each later operation that waits for other ranks.
 
     Raises:
         SetupError: The limit on open files of this process is too low for this number of ranks.

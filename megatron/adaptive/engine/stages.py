@@ -78,7 +78,7 @@ class Slices(Protocol):
         """Frees the tensors that a chunk keeps for the slices of an item's microbatch."""
 
     def finish(self) -> None:
-        """Frees all tensors that were kept for slices. Called at the end of a step or an error."""
+        """Frees all tensors kept for slices. Called at the end of a step, also after an error."""
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that the slices of the current microbatch share on its chunk."""

@@ -81,7 +81,7 @@ class Tracing:
 
     Args:
         recorder: Recorder that stores spans; ``None`` if tracing is off.
-        clock: Clock that makes marks on the device; ``None`` for the clock of the host.
+        clock: Clock that makes time marks on the device; ``None`` for the clock of the host.
         sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
             with the trace.
         counters: Counters of this rank's machine; ``None`` for counters without a GPU. They are

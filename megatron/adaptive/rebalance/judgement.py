@@ -41,7 +41,7 @@ _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
 _PAYS = 0.01
-"""Minimum fraction of the step time that a move must have saved. Otherwise it is undone."""
+"""Minimum fraction of the step time that a move must have saved. Otherwise the move is undone."""
 
 Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
@@ -54,7 +54,7 @@ class StepMeasurements:
     Attributes:
         pp_rank: Pipeline rank.
         steps: Median durations of the rank's actions, one ``Lanes`` per step.
-        spans_s: Duration of each of these steps in seconds.
+        spans_s: Duration of each step in ``steps``, in seconds.
         shares: Fraction of a forward pass that the chunk's layers take, without embedding and loss;
             one per chunk.
         free_bytes: Size of the memory that is free for activations, in bytes.

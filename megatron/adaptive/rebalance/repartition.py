@@ -51,7 +51,10 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps after which a move of ``auto``, or a move that undoes it, is checked."""
+"""Number of steps after which a move by ``auto`` is checked.
+
+Moves that such a check leads to are checked after the same number of steps.
+"""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:

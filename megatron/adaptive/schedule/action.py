@@ -45,9 +45,9 @@ class Action:
         chunk: Index of the chunk on its rank, from 0.
         microbatch: Index of the microbatch in the batch, from 0. With sequence slices, index of the
             slice, counted through all microbatches (see ``rank_kernel``).
-        piece: Index of the part of a weight gradient (W), from 0; always 0 for F and B.
-        paired: Whether a fixed order starts the next action together with this one, so that one
-            computes while the other communicates. Equality and hash ignore this field.
+        piece: Index of a W within its weight gradient, from 0; always 0 for F and B.
+        paired: Whether a static schedule starts this action and the next action together, so that
+            one computes while the other communicates. Equality and hash ignore this field.
     """
 
     kind: ActionKind
@@ -56,8 +56,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # Written by hand because these methods are called often: those that dataclass generates build a
-    # tuple of all fields for each call.
+    # These methods are written by hand because they are called often. The methods that dataclass
+    # generates build a tuple of all fields for each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -182,7 +182,7 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item with the slice order of its microbatch reversed: the last for the first.
+    """Returns the mirrored item: of three slices of a microbatch, slice 2 for 0, 1 for 1, 0 for 2.
 
     A chunk runs its B and W in this reversed order (see ``rank_kernel``): its B with index j works
     on the item ``mirrored(j, num_slices)``. The function is its own inverse.

@@ -1,4 +1,4 @@
-"""Chooses the schedule for ``auto``: the one that is fastest in simulations of this job.
+"""Chooses the schedule for ``auto``: the fastest schedule in simulations of this job.
 
 Makes the list of candidates, simulates each several times with the same action times, and chooses
 one. The times are measured in the first steps, and ``rebalance`` provides them. The command
@@ -257,7 +257,7 @@ def evaluate(
         num_microbatches: Number of microbatches per step.
         profile: Measured times of stages. Their number is a multiple of the candidate's number of
             stages.
-        seeds: Random seeds, one per simulated step. One suffices if the profile's times do not
+        seeds: Random seeds, one per simulated step. One seed suffices if the profile's times do not
             vary.
 
     Raises:

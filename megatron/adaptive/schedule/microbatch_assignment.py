@@ -1,4 +1,4 @@
-"""Assigns the microbatches of a step to data-parallel replicas so that all take equally long.
+"""Assigns microbatches to data-parallel replicas so that all replicas take equally long.
 
 The microbatches of the step do not change; only the replica that works on each is chosen::
 
@@ -314,7 +314,7 @@ class Dealer:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Returns each replica's time for the same work, divided by that of the fastest replica."""
+        """Returns each replica's time for the same work, divided by the fastest replica's time."""
         sums = [sum(sizes) for sizes in zip(*(s for _, s in self._past[-1].values()), strict=True)]
         each = [self._slowest(replica, sums)[0] for replica in range(self._replicas)]
         return tuple(seconds / min(each) for seconds in each)

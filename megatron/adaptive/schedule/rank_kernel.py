@@ -137,7 +137,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last one of an item's microbatch."""
+    """Returns the item after the last item of an item's microbatch."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices

@@ -65,7 +65,7 @@ class RankState:
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
-        beside: Whether an action may start while another one, of another kind, communicates.
+        beside: Whether an action may start while an action of another kind communicates.
         num_slices: Number of slices into which each microbatch is cut along the sequence, 1 for
             whole microbatches.
 
@@ -177,7 +177,7 @@ class RankState:
 
     @property
     def num_started(self) -> int:
-        """Returns the number of actions started so far, including finished ones."""
+        """Returns the number of actions started so far, including finished actions."""
         return self.numbers[rank_kernel.STARTED]
 
     @property
@@ -192,7 +192,7 @@ class RankState:
 
     @property
     def beside(self) -> bool:
-        """Returns whether an action may start while another one, of another kind, communicates."""
+        """Returns whether an action may start while an action of another kind communicates."""
         return self.numbers[rank_kernel.BESIDE] == 1
 
     @property
@@ -424,7 +424,7 @@ class RankState:
         return kind is ActionKind.F or not self.forward_only
 
     def _index(self, action: Action) -> int:
-        """Returns the action's index among those of its kind and chunk, in the order they run."""
+        """Returns the action's index among all actions of its kind and chunk, in running order."""
         if action.kind is ActionKind.F:
             return action.microbatch
         index = mirrored(action.microbatch, self.num_slices)

@@ -173,7 +173,7 @@ def simulate(
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
-        beside: Whether an action may start while another one, of another kind, communicates.
+        beside: Whether an action may start while an action of another kind communicates.
         num_slices: Number of slices of each microbatch, if ``times`` has times per stage. A
             ``Workload`` in ``times`` has its own number of slices.
 

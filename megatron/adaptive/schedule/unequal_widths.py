@@ -121,7 +121,7 @@ class Widths:
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns one rank per stage: the one with index ``replica`` modulo the stage's width."""
+        """Returns one rank per stage: its replica ``replica`` modulo the width of the stage."""
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
@@ -130,10 +130,10 @@ class Widths:
         Args:
             rank: Rank whose microbatch is looked up.
             to_stage: Index of the other stage.
-            microbatch: Index of the microbatch among those of ``rank``.
+            microbatch: Index of the microbatch among the microbatches of ``rank``.
 
         Returns:
-            Rank of the other stage, and index of the microbatch among those of that rank.
+            Rank of the other stage, and index of the microbatch among that rank's microbatches.
         """
         stage, replica = self.place_of(rank)
         whole = microbatch * self.sizes[stage] + replica

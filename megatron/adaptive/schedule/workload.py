@@ -349,8 +349,9 @@ def _mean_durations(times: StageTimes) -> Any:
 def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     """Returns the order in which a pipeline should run microbatches of unequal cost.
 
-    While the pipeline fills and drains, ranks wait for single microbatches, so the first and the
-    last ones should be cheap. Costly ones are in the middle, where ranks have other work::
+    While the pipeline fills and drains, ranks wait for single microbatches. So the first and the
+    last microbatches should be cheap. Costly microbatches run in between, when ranks have other
+    work::
 
         costs        5 1 4 2 3 6
         taken as     1 3 5 6 4 2        more microbatches than ranks

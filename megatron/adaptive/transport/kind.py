@@ -32,7 +32,7 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes the messages of a job, as far as known before the first one. Equal on all ranks.
+    """Describes a job's messages, as far as known before the first is sent. Equal on all ranks.
 
     Attributes:
         shape: Shape of the largest message; ``None`` if unknown.

@@ -156,7 +156,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for the loss of a rank; returns its error, or ``None``.
+        """Waits up to ``timeout_s`` seconds for the loss of a rank. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to learn which rank was lost.
         The error message has already been written to stderr.

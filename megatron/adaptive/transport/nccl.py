@@ -142,7 +142,7 @@ class NcclTransport(GlooTransport):
             count = sum(self._senders[peer].pending for peer in slow)
             raise DeadlineError(
                 f"{count} messages were not taken within {timeout_s:g} s by "
-                f"{', '.join(map(self._describe, slow))}; is it alive and on the network?"
+                f"{', '.join(map(self._describe, slow))}; check that it runs and can be reached"
             )
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class Streams(Protocol):
         """Returns a context in which this device and a new stream of the device are current."""
 
     def mark(self) -> Moment:
-        """Returns the end of all work submitted so far to the calling thread's current stream."""
+        """Marks the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a tensor that another stream has finished usable in the current stream.
