@@ -251,7 +251,7 @@ class Job:
         if is_alone():
             return True
         store = dist.distributed_c10d._get_default_store()
-        if store is None:  # under MPI
+        if store is None:  # the MPI backend has no store
             return False
         key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
         deadline_s = time.monotonic() + _FAILED_TOGETHER_S

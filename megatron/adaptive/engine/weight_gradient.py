@@ -316,7 +316,7 @@ class WeightGradientStore:
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Returns an empty tensor that requires a gradient but never gets one.
+        """Returns an empty tensor that requires a gradient but never gets a gradient.
 
         A call that gets this tensor as an input has a backward pass, even if its other input
         requires no gradient.
