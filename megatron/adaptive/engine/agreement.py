@@ -26,7 +26,7 @@ were ready.
 
 An input from another stage on the same rank needs no report: all members run the same action that
 produces it. A static order needs no agreement and no reports, because all ranks know it. A pipeline
-of one rank needs none either, because no inputs arrive from other ranks.
+of one rank needs no agreement either, because no inputs arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.adaptive.transport.interface import Arrival, Completions, Item, La
 # Message by which a follower reports that it cannot continue. No label of an input is encoded as
 # this number.
 _LOST = (1 << 63) - 1
-# Message by which the leader decides that no action starts while another one communicates. No
+# Message by which the leader decides that no action starts while another action communicates. No
 # action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
@@ -62,7 +62,7 @@ class Agreement:
     """Chooses this rank's next action.
 
     This base class is for a group of one rank, which simply asks its policy. Subclasses make all
-    ranks of a group choose the same action. Only the executor's thread calls the methods.
+    ranks of a group run the same action. Only the executor's thread may call the methods.
     """
 
     @property
@@ -71,7 +71,7 @@ class Agreement:
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Starts a step. All members of the group must start the same one.
+        """Starts a step. All members of the group must start the same step.
 
         Args:
             step: Number of the step, ascending.
@@ -86,7 +86,7 @@ class Agreement:
 
         Raises:
             DeadlineError: The leader did not accept a report within the time limit.
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         return True
 
@@ -109,19 +109,19 @@ class Agreement:
 
         Raises:
             DeadlineError: The leader did not decide within ``timeout_s``.
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a text that lists the inputs that some members lack, and these members.
+        """Returns a text about inputs that some members lack, with the names of these members.
 
         The text is empty if there are no such inputs.
         """
         return ""
 
     def close(self) -> None:
-        """Closes the channels of the group; every member must call it."""
+        """Closes the channels of the group. Must be called on every member."""
 
 
 class Leader(Agreement):
@@ -135,7 +135,7 @@ class Leader(Agreement):
         reports: Channels from which this rank reads the followers' reports, by global rank of the
             follower.
         completions: Queue of arrived inputs and notices, on which the executor waits.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Leader(Agreement):
         )
 
     def close(self) -> None:
-        """Closes the decision channel, and waits until the followers have closed theirs.
+        """Closes the decision channel, and waits until the followers have closed their channels.
 
         Followers can still read earlier decisions.
 
@@ -217,7 +217,7 @@ class Leader(Agreement):
                 self._reports[rank].give_up()
                 raise DeadlineError(
                     f"{self._describe(rank)}, of the same decision group, did not close "
-                    f"within {_CLOSE_S:g} s; did it stop elsewhere?"
+                    f"within {_CLOSE_S:g} s; check whether it failed"
                 )
 
     def _collect(self, rank: int) -> None:
@@ -293,8 +293,8 @@ class Follower(Agreement):
         message = self._decisions.next(timeout_s)
         if message is None:
             raise PeerLostError(
-                "the first rank of the decision group has ended, while this one waits for "
-                "its next decision; the ranks ran different numbers of steps"
+                "the first rank of the decision group closed its channel, while this rank waits "
+                "for a decision; the ranks ran different numbers of steps"
             )
         return None if message == _NOTHING else Action(*decode(message))
 
@@ -355,17 +355,17 @@ def connect(
     describe: Describe,
     module: Any = None,
 ) -> Leader | Follower:
-    """Connects this rank to its decision group, as leader if it is the first member.
+    """Connects this rank to its decision group, as leader if this rank is the first member.
 
     Collective over ``members``.
 
     Args:
-        group: Gloo process group of the members, used for nothing else.
+        group: Gloo process group of the members. Nothing else may use the group.
         members: Global ranks of the group, ascending.
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
         timeout_s: Maximum time in seconds to send a report.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
         module: C++ extension for channels in shared memory, if all members are on one node; else
             ``None``.
     """

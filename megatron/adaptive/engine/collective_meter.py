@@ -1,20 +1,21 @@
 """Measures the collectives of model-parallel groups, for ``--trace-detail collectives``.
 
-A collective begins on a rank when the rank has all its input, and ends when the result is there. It
-can only transfer data when the last member of the group has arrived. Each rank records the times of
-its own part alone. The reader of the traces puts them on one clock, and separates waits and
-transfers (see ``trace.collectives``)::
+A collective begins on a rank when the rank has all its input, and ends when the result is
+available. Data is transferred only after the last member of the group has arrived. Each rank
+records only its own begin and end. The reader of the traces converts the times of all ranks to one
+clock, and separates waiting from transferring (see ``trace.collectives``)::
 
     rank 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     rank 1                          arrives ┴─ transfer ─┘ end
 
-Every call of a collective in torch ends at a method of ``ProcessGroup``. These methods are replaced
-during traced steps only. Steps of several models in one process may overlap: their meters share a
-replacement, which the last of them takes away. Collectives on tensors in host memory are timed by
-the host's clock, those on tensors of a device by its events.
+Every collective of torch calls a method of ``ProcessGroup``. These methods are patched, but only
+during traced steps. Steps of several models in one process may overlap. Then their meters share one
+patch of each method, and the last meter to finish removes the patch. Collectives on tensors in host
+memory are timed with the host's clock, collectives on tensors of a device with events of the
+device.
 
-A rank counts all collectives of a step, and keeps the times of at most :data:`MOST_KEPT` per group.
-Which ones depends on their number alone, so all members keep the same.
+A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
+The choice depends only on the index of a collective, so all members keep the same collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.trace.trace_format import GroupCollectives
 
 MOST_KEPT = 24
-"""Maximum number of collectives of a group and step whose times are kept."""
+"""Maximum number of collectives per group and step whose times are kept."""
 
 _OPERATIONS = {
     "allreduce": "all-reduce",
@@ -59,7 +60,7 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class _Call:
-    """Holds a collective of this rank. ``end`` is ``None`` until it has ended."""
+    """Holds a call of a collective on this rank. ``end`` is ``None`` until the call has ended."""
 
     operation: str
     size_bytes: int
@@ -82,7 +83,7 @@ class CollectiveMeter:
 
     Args:
         groups: Process groups of this rank, by kind, such as ``tensor``.
-        clock: Clock that makes marks on the device.
+        clock: Clock that makes time marks on the device.
     """
 
     def __init__(self, groups: Mapping[str, Any], clock: Any) -> None:
@@ -95,7 +96,7 @@ class CollectiveMeter:
         self._watching = ExitStack()
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step.
+        """Begins a step, and starts to measure its collectives if the step is traced.
 
         Args:
             is_traced: Whether to measure the step.
@@ -112,20 +113,20 @@ class CollectiveMeter:
         self._watching.close()
 
     def rows(self) -> list[GroupCollectives]:
-        """Returns the collectives of the step that ends, and waits until they are done.
+        """Ends the measurement of a step and returns its collectives, after waiting for them.
 
-        Collectives that end in a later step are counted without their time.
+        Collectives that have not ended by then are counted, but their times are not kept.
         """
         self.close()
         return [_summary(group) for group in self._groups.values() if group.calls]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Notes the begin of a collective, ``None`` if its group is not measured.
+        """Records that a collective begins. Returns ``None`` if its group is not measured.
 
         Args:
             operation: Name of the collective.
-            group: Process group that runs it.
-            arguments: Arguments of the group's method.
+            group: Process group that runs the collective.
+            arguments: Arguments with which the method of the process group was called.
         """
         own_group = self._groups.get(group.group_name)
         if own_group is None:
@@ -140,21 +141,23 @@ class CollectiveMeter:
 
 
 class _Replacement:
-    """Replaces a method of all process groups while any meter measures.
+    """Patches a method of all process groups while at least one meter measures.
 
     Args:
-        method: Name of the method, which this release of torch may lack.
+        method: Name of a method of ``ProcessGroup``. If this release of torch lacks the method,
+            nothing is patched.
     """
 
     def __init__(self, method: str) -> None:
         self._method = method
-        # An attribute of the class would be a plain function, which cannot be put back as a method.
+        # Take the method from the class's dictionary: getattr would return a plain function, which
+        # cannot be put back as a method.
         self._attribute = vars(dist.ProcessGroup).get(method)
         self._meters: list[CollectiveMeter] = []
 
     @classmethod
     def of(cls, method: str) -> _Replacement:
-        """Returns the present replacement of a method, else a new one."""
+        """Returns the replacement that patches a method now, or a new one if there is none."""
         present = getattr(vars(dist.ProcessGroup).get(method), "replacement", None)
         return present if isinstance(present, cls) else cls(method)
 
@@ -173,7 +176,7 @@ class _Replacement:
             setattr(dist.ProcessGroup, self._method, self._attribute)
 
     def _measured(self) -> Callable[..., Any]:
-        """Returns the method, made to note its calls in each meter that knows the group."""
+        """Returns a wrapper of the method that records each call in all meters of the group."""
         original = getattr(dist.ProcessGroup, self._method)
         operation = _OPERATIONS[self._method]
 
@@ -190,9 +193,9 @@ class _Replacement:
 
 
 class _TimedWork:
-    """Passes everything on to a collective in flight, and notes when the caller has waited for it.
+    """Wraps the ``Work`` of a collective, and records when the caller's ``wait`` returns.
 
-    Some collectives of gloo have no future that says when they end.
+    This is needed because some collectives of gloo have no future.
     """
 
     def __init__(self, work: Any, call: _Call) -> None:
@@ -200,7 +203,7 @@ class _TimedWork:
         self._call = call
 
     def wait(self, *arguments: Any, **options: Any) -> Any:
-        """Waits for the collective."""
+        """Waits for the collective, and records its end."""
         result = self._work.wait(*arguments, **options)
         if self._call.end is None:
             self._call.end = self._call.clock.mark()
@@ -211,11 +214,11 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns a collective in flight, made to note its end in ``call``."""
+    """Returns the ``Work`` of a collective, or a wrapper, so that ``call`` records its end."""
 
     def ends(_: Any) -> None:
-        # For a device, torch calls this when the collective is queued, and the current stream is
-        # one that waits for it.
+        # For tensors of a device, torch calls this function when the collective is queued. The
+        # current stream then waits for the collective, so the mark on this stream is at its end.
         call.end = call.clock.mark()
 
     try:
@@ -227,10 +230,10 @@ def _timed(work: Any, call: _Call) -> Any:
 
 
 def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, Any]:
-    """Returns this rank's groups of a model with more than one member, by kind.
+    """Returns this rank's process groups with more than one member, by kind.
 
     Args:
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
     """
     groups = (model_groups or ModelGroups()).by_kind()
     return {
@@ -250,7 +253,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _summary(group: _Group) -> GroupCollectives:
-    """Returns the collectives of a group: numbers and total times, and times of some of them."""
+    """Returns a group's collectives in a step: counts and total times, and times of some calls."""
     operations = list(dict.fromkeys(call.operation for call in group.calls))
     counts = dict.fromkeys(operations, 0)
     totals_ns = dict.fromkeys(operations, 0)
@@ -282,6 +285,6 @@ def _summary(group: _Group) -> GroupCollectives:
 
 
 def _scrambled(number: int) -> int:
-    """Returns a number that orders collectives at random, in the same way on all ranks."""
+    """Returns a pseudo-random sort key for a collective, the same on all ranks."""
     # The top bits of a product with an odd constant depend on all bits of the number.
     return (number * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 20

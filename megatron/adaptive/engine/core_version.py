@@ -1,7 +1,8 @@
 """Checks that the installed megatron-core has the functions that the engine calls.
 
-The check compares signatures instead of version numbers, because a Megatron-LM between two releases
-has no exact version number. This module imports only names that every megatron-core since 0.14 has.
+The check compares signatures instead of version numbers, because a checkout of Megatron-LM between
+two releases has no exact version number. This module imports only names that every megatron-core
+since 0.14 has.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.adaptive.errors import SetupError
 NEWEST = (0, 20)
 """Newest release of megatron-core with which the tests run."""
 
-# ``backward_step`` is missing here, because its arguments differ between versions:
+# ``backward_step`` is not listed here, because its arguments differ between versions.
 # ``engine.stages`` checks them.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "forward_step": (
@@ -55,8 +56,8 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 def check(oldest: tuple[int, ...], remedy: str) -> None:
     """Raises an error if the engine cannot use the installed megatron-core.
 
-    The job's first process prints a warning if the release is newer than those tested, and if
-    several versions are on the path.
+    The job's first process prints a warning if the release is newer than the tested releases, or if
+    several copies of megatron-core are on the path.
 
     Args:
         oldest: Numbers of the oldest release that the caller supports, such as ``(0, 16, 1)``.
@@ -95,7 +96,7 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
         has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:
-        return "it has no ProcessGroupCollection, by which schedules get their groups"
+        return "it has no ProcessGroupCollection, from which schedules take process groups"
     for name, (positional, keywords) in _CALLS.items():
         function = functions[name]
         if function is None:

@@ -1,4 +1,4 @@
-"""Sends numbers from one rank of a decision group to others.
+"""Sends numbers from one rank of a decision group to other ranks of the group.
 
 A channel has one writer and one or more readers. Every reader gets every number, in order. There
 are two implementations with the same behaviour: shared memory if all members are on one node, small
@@ -28,14 +28,14 @@ from megatron.adaptive.engine.process_context import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
-"""Function that returns how to refer to a global rank in messages.
+"""Function that returns the name of a global rank for messages.
 
 An example is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# Number of published values that shared memory can hold. If the slowest reader has left this many
-# unread, the writer waits.
+# Number of published values that shared memory can hold. If the slowest reader has this many unread
+# values, the writer waits.
 _CAPACITY = 256
 # Maximum number of messages in flight to the slowest reader. If it is reached, the writer waits.
 _BEHIND = 8
@@ -53,7 +53,7 @@ class Writer:
         group: Gloo group of the members. Nothing else uses it, and there is at most one channel in
             each direction between two members.
         readers: Global ranks that read from this channel.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Writer:
 
         Raises:
             DeadlineError: The slowest reader read nothing within ``timeout_s``.
-            PeerLostError: A rank of the group has ended, or has given up.
+            PeerLostError: A rank of the group has exited, or has given up.
         """
         message = torch.tensor([value], dtype=torch.int64)
         for name, index in self._readers:
@@ -85,7 +85,7 @@ class Writer:
 
         Raises:
             DeadlineError: A reader read nothing within 30 s.
-            PeerLostError: A rank of the group has ended, or has given up.
+            PeerLostError: A rank of the group has exited, or has given up.
         """
         self.publish(_CLOSED, _CLOSE_S)
         self._wait(0, _CLOSE_S)
@@ -121,7 +121,7 @@ class Reader:
 
         Raises:
             DeadlineError: No number arrived within ``timeout_s``.
-            PeerLostError: A rank of the group has ended, or has given up.
+            PeerLostError: A rank of the group has exited, or has given up.
         """
         if not self._is_open:
             return None
@@ -160,7 +160,7 @@ class _MemoryEnd:
     Args:
         log: Object of the C++ extension for this end of the channel.
         peers: Names of the ranks at the other end, for error messages.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
     """
 
     def __init__(self, log: Any, peers: str, describe: Describe) -> None:
@@ -184,7 +184,7 @@ class _MemoryWriter(_MemoryEnd, Writer):
         try:
             self._log.publish(value, timeout_s)
         except TransportError as error:
-            self._raise("no room for a word to", error)
+            self._raise("no space in the channel for a message to", error)
 
     def close(self) -> None:
         self.publish(_CLOSED, _CLOSE_S)
@@ -215,15 +215,15 @@ def make_channels(
 ) -> tuple[Writer, dict[int, Reader]]:
     """Makes the channels of a decision group and returns this member's ends of them.
 
-    The first member writes to all others, and each of the others writes to the first.
+    The first member writes to all other members, and each other member writes to the first.
 
     Collective over the members.
 
     Args:
-        group: Gloo group of the members, used for nothing else.
+        group: Gloo group of the members. Nothing else may use the group.
         members: Global ranks of the members, ascending.
         rank: Global rank of this process.
-        describe: Function that returns how to refer to a global rank in messages.
+        describe: Function that returns the name of a global rank for messages.
         module: C++ extension for channels in shared memory, if all members are on one node; else
             ``None``.
 

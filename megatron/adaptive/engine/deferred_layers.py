@@ -1,7 +1,8 @@
 """Splits the backward pass of megatron-core's layers into input (B) and weight gradients (W).
 
 A model is built as usual. :func:`attach_stores` then changes the class of each of its layers.
-Parameters, names and checkpoints do not change. A layer without an active store runs
+Parameters, names and checkpoints do not change. A changed layer puts its weight gradient into a
+store, from which W computes the gradient later. A layer without an active store runs
 megatron-core's code, for example in an evaluation, under schedules without W, and in the first
 forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
 
@@ -10,9 +11,9 @@ call in a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forw
 determines its store. So each call gets a new store if weight gradients are deferred, and otherwise
 uses the store that the layer was built with.
 
-If the layer adds its bias itself, the gradient of the bias is deferred too. Gradients of all other
-parameters are computed in B: those of biases that the next operation adds (fused), of norms
-(also in a ``LayerNormLinear``) and of position embeddings.
+If the layer adds its bias itself, the gradient of the bias is deferred too. The gradients of all
+other parameters are computed in B: biases that the next operation adds (fused), norms (also in a
+``LayerNormLinear``) and position embeddings.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Computes one call of megatron-core's linear layer, by the same operations.
+    """Computes one call of megatron-core's linear layer, with the same operations as the layer.
 
     Attributes:
         weight: This rank's part of the weight, ``[out, in]``.
@@ -125,7 +126,7 @@ class ParallelLinearCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """Multiplies each expert's rows by the expert's weight, in one grouped matrix product.
+    """Multiplies each expert's rows by the expert's weight, in one grouped matmul.
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
@@ -187,7 +188,7 @@ class DelayedCall(LayerCall):
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
         """Adds the call's weight gradient to the store, directly before the layer's B runs.
 
-        The layer keeps the tensors itself, so the store gets tensors without memory instead. If
+        The layer keeps the tensors itself, so the store gets tensors on the meta device. If
         megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight to
         have a gradient after B. The weight therefore gets a gradient of zeros.
         """
@@ -412,7 +413,7 @@ def _engine_class(layer: type) -> Any:
 def defer_layers(chunk: torch.nn.Module) -> list[str]:
     """Changes the layers of a chunk so that they defer weight gradients while they have a store.
 
-    It changes only the class of the layer objects.
+    Only the class of each layer object changes.
 
     Returns:
         One text per layer that has a weight matrix but cannot defer, with the reason, such as
@@ -423,8 +424,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Convert a layer even if it has no matrix itself: an output layer may share the
-        # embedding's.
+        # Convert a layer even if it has no weight matrix itself: an output layer may share the
+        # embedding's weight.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
@@ -466,9 +467,9 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 
 
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether the chunks contain layers of Transformer Engine.
+    """Returns whether the chunks contain layers that delay weight gradients themselves.
 
-    These delay weight gradients themselves.
+    Only layers of Transformer Engine do.
     """
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
@@ -477,8 +478,8 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Makes the layers of a rank's chunks defer weight gradients (see :func:`defer_layers`).
 
     Returns:
-        Reason why the first layer cannot defer, if no layer can. ``None`` if a layer can defer, or
-        if there are no layers with weight matrices.
+        ``None`` if at least one layer can defer, or if there are no layers with weight matrices.
+        Otherwise the reason why the first layer cannot defer.
     """
     whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
     layers = (layer for chunk in chunks for layer in chunk.modules())
@@ -498,7 +499,7 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Makes the layers of each chunk defer weight gradients, to a new store per chunk.
+    """Makes the layers of each chunk defer weight gradients, and returns a new store per chunk.
 
     Raises:
         ConfigError: There are layers with weight gradients, and none of them can defer.
@@ -507,7 +508,7 @@ def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore
     if reason is not None:
         raise ConfigError(
             f"backwards cannot be split: {reason}; choose a schedule with whole backwards, or "
-            "leave split_backward (--split-backward) out"
+            "do not set split_backward (--split-backward)"
         )
     stores = [WeightGradientStore() for _ in chunks]
     for chunk, store in zip(chunks, stores, strict=True):

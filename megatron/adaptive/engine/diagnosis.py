@@ -1,9 +1,9 @@
-"""Diagnoses what slows a run while it trains, in another process every few iterations.
+"""Diagnoses what slows a run while it trains, in a separate process every few iterations.
 
-The training process starts the other process, and checks between iterations whether it has ended.
-The training process itself reads no trace, and never waits for the other process. If the other
-process fails, training continues without a diagnosis. The other process runs for a few seconds, at
-the lowest priority.
+The training process starts the diagnosing process, and checks between iterations whether that
+process has exited. The training process itself reads no trace, and does not wait for the diagnosis
+before the end of the run. If the diagnosing process fails, training continues without a diagnosis.
+The diagnosing process runs for a few seconds, at the lowest priority.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _LAST_S = 10.0
 
 
 class RunningDiagnosis:
-    """Finds causes that slow the run, and reports each of them once.
+    """Finds causes that slow the run, and reports each cause once.
 
-    Does nothing if there is no folder or no interval, or if the run is too short for a diagnosis.
+    Does nothing if ``folder`` is ``None``, if ``interval`` is 0, or if the run has too few
+    iterations for a diagnosis.
 
     Args:
         folder: Trace folder, or ``None`` if tracing is off or this rank does not report.
         interval: Number of iterations from one diagnosis to the next. Each diagnosis covers the
-            iterations since the previous one.
+            iterations since the previous diagnosis.
         start_iteration: Number of iterations done before this process began. The first iteration
             after the start is not diagnosed.
         report: Function that prints the text of a finding.
@@ -68,7 +69,7 @@ class RunningDiagnosis:
     def after_iteration(self, iteration: int) -> None:
         """Reports the result of a finished diagnosis, and starts the next one if it is due.
 
-        It takes a millisecond at most.
+        The call takes at most a millisecond.
         """
         if self._process is not None:
             if self._process.poll() is not None:
@@ -107,7 +108,7 @@ class RunningDiagnosis:
         self._next = last + 1
 
     def _take(self, ended: subprocess.Popen[bytes]) -> None:
-        """Reports the diagnosis of a process that has ended, unless the process failed."""
+        """Reports the diagnosis of a process that has exited, unless the process failed."""
         self._process = None
         with self._answer as file:
             file.seek(0)

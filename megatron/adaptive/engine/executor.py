@@ -6,9 +6,9 @@ Static schedules and run-time scheduling rules use the same loop::
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device runs its work some time after the process has launched it. So a run-time rule chooses late,
-when all but the last few launched actions have finished. It then knows which inputs have arrived in
-the meantime.
+A device runs its work some time after the process has launched the work. So a run-time rule chooses
+late, when all but the last few launched actions have finished. By then it knows of more inputs that
+have arrived.
 
 The executor owns the state of the step, the tensors passed between stages and the clock. It does
 not use megatron-core or process groups: a :class:`Stages` object computes the chunks, and an
@@ -46,15 +46,15 @@ from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, Item, Label, Transport
 
 _LAUNCH_AHEAD = 1
-"""Minimum number of unfinished actions on the device when a run-time rule chooses the next one.
+"""Minimum number of unfinished actions on the device when a run-time rule chooses an action.
 
 With 0, the device would be idle during the decision.
 """
 _AHEAD_NS = 300_000
 """Time in nanoseconds that the device should still be busy when a rule chooses the next action.
 
-If the device had less work left, it would run idle when this thread wakes tens of microseconds
-late.
+If the device had less work left, it would become idle whenever this thread wakes some tens of
+microseconds late.
 """
 _MOST_AHEAD = 8
 """Maximum number of unfinished actions allowed in addition to ``_LAUNCH_AHEAD``."""
@@ -93,9 +93,9 @@ class Stages(Protocol):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Runs the backward pass of a chunk.
+        """Runs the backward pass of a chunk on one microbatch.
 
-        It computes input gradients, and weight gradients too unless they are separate actions (W).
+        Computes input gradients, and also weight gradients unless they are separate actions (W).
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
@@ -108,13 +108,13 @@ class Stages(Protocol):
         """
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes a part of the weight gradients that the backward pass (B) has deferred.
+        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
             microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
-            piece: Index of the part to compute, ascending from 0 for each microbatch.
-            pieces: Number of parts into which the microbatch's weight gradients are divided.
+            piece: Index of the piece to compute, ascending from 0 for each microbatch.
+            pieces: Number of pieces into which the microbatch's weight gradients are divided.
         """
 
 
@@ -124,7 +124,7 @@ class RankTimes:
 
     Attributes:
         busy_s: Total duration of the actions in seconds.
-        span_s: Time in seconds from the start of the first action to the end of the last one.
+        span_s: Time in seconds from the start of the first action to the end of the last action.
         actions: Actions in the order they ran, each with its duration in nanoseconds.
     """
 
@@ -141,7 +141,7 @@ class Executor:
         pp_rank: Position of this rank in the pipeline.
         transport: Channels to send and receive tensors; ``None`` in a pipeline of one rank.
         timeout_s: Maximum time to wait for an input, in seconds.
-        agreement: Object that makes all ranks of a decision group choose the same actions; ``None``
+        agreement: Object that makes all ranks of a decision group run the same actions; ``None``
             for a rank that decides alone.
         clock: Clock that measures the start and end of actions; ``None`` for the clock of the host.
         recorder: Recorder that stores traced spans; ``None`` if tracing is off.
@@ -195,18 +195,18 @@ class Executor:
         """Returns the codes of the last step's actions in the order they started.
 
         A code is the number of the kind times the number of chunks, plus the chunk (see
-        ``codes_of``). It omits microbatch and piece, because they ascend within each kind and
-        chunk.
+        ``codes_of``). The code has no microbatch and no piece, because both ascend within each kind
+        and chunk.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what this rank is doing now.
+        """Returns the current activity of this rank.
 
-        Other threads may call it without delaying the step.
+        Other threads may call this method; it does not delay the step.
 
         Returns:
-            Fields of ``trace.status_files.Now``, empty between two steps.
+            Fields of ``trace.status_files.Now``. Empty between two steps.
         """
         codes = tuple(self._codes)
         launched = tuple(self._launched)
@@ -221,7 +221,7 @@ class Executor:
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            # For W this number would count parts, not microbatches.
+            # For W this number would count pieces, not microbatches.
             if kinds[number] is not ActionKind.W:
                 fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
         else:
@@ -230,7 +230,7 @@ class Executor:
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
     def _item_of(self, kind: ActionKind, turn: int) -> dict[str, int]:
-        """Returns the microbatch of a chunk's action number ``turn``, and its slice if any."""
+        """Returns the microbatch of a chunk's action with index ``turn``, and its slice if cut."""
         slices = 1 if self._state is None else self._state.num_slices
         if slices == 1:
             return {"microbatch": turn}
@@ -242,12 +242,12 @@ class Executor:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
 
         Returns:
-            Fields of ``snapshot()`` and three others. ``step`` is the number of the step.
+            Fields of ``snapshot()`` and three more. ``step`` is the number of the step.
             ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages that this rank waits for: global rank of the sender, then kind and chunk of
-            the sender's action, its number among the sender's actions of this kind and chunk, and
-            its microbatch as text. Between two steps the only field is ``step``, the number of the
-            next step.
+            messages that this rank waits for. An entry has the global rank of the sender, then the
+            kind and chunk of the sender's action, the action's index among the sender's actions of
+            this kind and chunk, and the action's microbatch as text. Between two steps the only
+            field is ``step``, the number of the next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -288,7 +288,7 @@ class Executor:
 
         Raises:
             DeadlineError: An input did not arrive within the time limit.
-            PeerLostError: A rank that sends to or receives from this one has ended.
+            PeerLostError: A rank that exchanges messages with this rank has exited.
             ScheduleError: The policy picked an action that is not ready.
         """
         self._step += 1
@@ -324,7 +324,7 @@ class Executor:
         self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which one action may compute while another one communicates."""
+        """Runs a step in which one action may compute while another action communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -332,8 +332,8 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Actions may end in another order than they started. Reasons and trace records list them in
-        # the order they started, so sort them.
+        # Actions may finish in another order than they started. Reasons and trace records list
+        # actions in the order they started, so sort them.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
@@ -378,7 +378,7 @@ class Executor:
                 f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        # The leader chose the action, so its input has arrived here, in the completion queue.
+        # The leader chose the action, so the action's input is in this rank's completion queue.
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
@@ -419,7 +419,7 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # Raise the error of a failed channel, if any: it explains more than a timeout.
+            # If a channel failed, raise the channel's error: it explains more than a timeout.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -480,7 +480,7 @@ class Executor:
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline gave no "
-                "gradient for the stage before it; does its input require one?"
+                "gradient for the previous stage; make the stage's output depend on its input"
             )
         rank, chunk = target
         if rank == self._pp_rank:
@@ -563,8 +563,8 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
 class ActivationMeter:
     """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    Adds up the distinct storages that autograd saves during the first forward pass of a chunk,
-    except those of parameters. Later forward passes are not observed.
+    Adds up the sizes of the distinct storages that autograd saves during the first forward pass of
+    a chunk, except storages of parameters. Later forward passes are not observed.
     """
 
     def __init__(self) -> None:
@@ -577,11 +577,11 @@ class ActivationMeter:
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that measures a chunk's forward pass, unless one was measured before.
+        """Returns a context that measures a chunk's forward pass, if it is the chunk's first one.
 
         Args:
             chunk: Index of the chunk on this rank, or number of a slice in a chunk, from 0.
-            held: Tensors not to count, such as parameters; read after the forward pass.
+            held: Tensors that are not counted, such as parameters. Iterated after the forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

@@ -50,13 +50,13 @@ from megatron.adaptive.transport.stand_in import StandIn
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Contains the connections of a rank to the others, which stay open until the end of the run.
+    """Contains the connections of a rank to other ranks, which stay open until the run ends.
 
     Attributes:
         executor: Executor that runs this rank's steps.
         transport: Channels on which the executor sends and receives tensors; ``None`` in a pipeline
             of one rank.
-        agreement: Object that makes all ranks of the decision group choose the same actions.
+        agreement: Object that makes all ranks of the decision group run the same actions.
         groups: Process groups of torch that were made for these connections.
     """
 
@@ -66,7 +66,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Closes the agreement and the channels; all ranks of the pipeline must call it."""
+        """Closes the agreement and the channels. Must be called on all ranks of the pipeline."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()
@@ -92,7 +92,7 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the neighbourhood of this rank; the arguments are those of build_executor."""
+        """Returns the neighbourhood of this rank. The arguments are as for build_executor."""
         rank = dist.get_rank()
         if widths is not None:
             return cls(
@@ -137,13 +137,13 @@ def build_executor(
         placement: Assignment of pipeline stages to ranks.
         accelerator: CPU or GPU that this rank computes on.
         places: Host and process of every rank, from :func:`gather_places`.
-        payload_shape: Shape of the tensors sent between stages, or of the largest one if shapes
-            vary.
-        payload_dtype: Element type of the tensors sent between stages.
+        payload_shape: Shape of the tensors sent between stages. If shapes vary, shape of the
+            largest tensor.
+        payload_dtype: Dtype of the tensors sent between stages.
         payload_varies: Whether the tensors sent between stages differ in shape.
         timeout_s: Maximum time that the executor waits for an input, in seconds.
-        tracing: Trace of this rank. It also publishes the executor's current activity. ``None`` if
-            tracing is off.
+        tracing: Trace of this rank, which also publishes the executor's current activity. ``None``
+            if tracing is off.
         transport: Settings of the connections; ``None`` to choose a transport for each pair of
             ranks.
         in_flight: Maximum number of received inputs that a rank keeps at a time, which determines
@@ -153,7 +153,7 @@ def build_executor(
             assigns them; ``None`` for the order of megatron-core.
         model: megatron-core's configuration of the model, ``None`` for a model without experts.
             Ranks that exchange tokens of experts must run the same actions.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
     """
     model_groups = model_groups or ModelGroups()
     if pp_ranks is None:
@@ -220,7 +220,7 @@ def open_trace(
 ) -> Tracing:
     """Opens this rank's trace file.
 
-    Trace files of an earlier start are moved out of the folder first.
+    Moves trace files of an earlier run out of the folder first.
 
     Collective over all ranks, after megatron-core's parallel state is initialized.
 
@@ -234,11 +234,11 @@ def open_trace(
         work: Expected compute cost of each stage, in any unit; empty if unknown.
         pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
             megatron-core.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
         num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
         transport: Name of the transport of all messages; empty if it differs between pairs.
-        layer_kinds: Number of each layer's kind, equal for layers that do the same work; empty if
-            all do.
+        layer_kinds: Number for the kind of each layer. Layers that do the same work have equal
+            numbers. Empty if all layers do the same work.
 
     Raises:
         TraceError: The file cannot be written.
@@ -291,12 +291,12 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 
     Args:
-        settings: Value of each setting by its name. Both appear in the error message, so they are
-            written as a user would write them.
-        group: Process group of all ranks; ``None`` for the default one.
+        settings: Value of each setting by its name. Names and values appear in the error message,
+            so they are spelled as a user would write them.
+        group: Process group of all ranks; ``None`` for the default process group.
 
     Raises:
-        ConfigError: A setting differs; the message has both values and a rank of each.
+        ConfigError: A setting differs. The message has both values, each with a rank that has it.
     """
     first = from_first(settings, group)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
@@ -313,7 +313,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
 
 
 def _store_host() -> str | None:
-    """Returns the host that serves the job's key-value store, ``None`` if no host does."""
+    """Returns the host that serves the job's key-value store; ``None`` if the store has no host."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -321,12 +321,12 @@ def _store_host() -> str | None:
 
 
 def decision_group(model: Any, model_groups: ModelGroups) -> list[int]:
-    """Returns the ranks that must run the same actions as this one, in ascending order.
+    """Returns the ranks that must run the same actions as this rank, in ascending order.
 
     These ranks communicate during forward and backward passes, directly or through other ranks.
     They are the tensor- and context-parallel ranks and, with experts, the replicas of the stage
-    that exchange tokens. If a loss balances experts over the whole batch, all replicas belong to
-    the group. Collective over all ranks.
+    that exchange tokens. If an auxiliary loss balances experts over the whole batch, all replicas
+    belong to the group. Collective over all ranks.
 
     Args:
         model: megatron-core's configuration of the model, ``None`` for a model without experts.

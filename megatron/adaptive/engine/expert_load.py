@@ -1,14 +1,14 @@
 """Measures the load of experts in a step: the number of tokens per expert, and exchange times.
 
-An exchange is a collective operation of the expert-parallel ranks during a forward or backward
-pass. It moves tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or numbers
-of tokens. The exchange time is the time that an action waits for it. If the action lets another
-action run during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose
-experts have more tokens start the next exchange late. So the exchange times of the other ranks show
-the cost of an unequal load.
+An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It moves
+tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or token counts. The
+exchange time is the time that an action waits for the exchange. If the action lets another action
+run during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
+have more tokens start the next exchange late. So long exchange times of the other ranks show the
+cost of an unequal load.
 
 Measurements are made only if the model has experts and a trace or monitor needs them. Counting adds
-up a short vector on the device, per layer and forward pass.
+a short vector on the device, once per layer and forward pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ExpertLoad:
     Args:
         chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
             gradients on.
-        clock: Clock that makes marks on the device, to time exchanges.
+        clock: Clock that makes time marks on the device, to time exchanges.
         model_groups: Process groups of the model.
     """
 
@@ -56,8 +56,8 @@ class ExpertLoad:
     ) -> None:
         self._clock = clock
         self._groups = model_groups
-        # One entry per layer of experts: the layer's number in the model, and the index of its
-        # first expert on this rank.
+        # One entry per MoE layer: the layer's number in the model, and the index of its first
+        # expert on this rank.
         self._layers: list[tuple[int, int]] = []
         self._tokens: list[torch.Tensor | None] = []
         self._marks: list[tuple[Any, Any]] = []
@@ -95,9 +95,9 @@ class ExpertLoad:
         """Returns how many tokens each expert got in the step. Waits for the device.
 
         Returns:
-            One tuple per layer of experts. It has the layer's number in the model from 0, the index
-            of the layer's first expert on this rank, and the number of tokens of each expert on
-            this rank. Multi-token prediction layers are numbered after all other layers.
+            One tuple per MoE layer. It has the layer's number in the model from 0, the index of the
+            layer's first expert on this rank, and the number of tokens of each expert on this rank.
+            Multi-token prediction layers are numbered after all other layers.
         """
         return tuple(
             (*layer, *map(int, counts.tolist()))
@@ -120,8 +120,9 @@ class ExpertLoad:
 
     def _counter(self, index: int) -> Callable[..., None]:
         def count(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            # Count only if gradients are on. They are off in an evaluation, and in the first
-            # forward pass of a recomputed layer, which would be counted twice.
+            # Count only if gradients are enabled. They are disabled in an evaluation. They are also
+            # disabled in the first forward pass of a recomputed layer, whose tokens would otherwise
+            # be counted twice.
             if torch.is_grad_enabled() and len(arguments) > 1:
                 counts = arguments[1].detach()
                 before = self._tokens[index]

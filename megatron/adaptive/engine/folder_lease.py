@@ -2,16 +2,16 @@
 
 ::
 
-    <folder>/.lease/claim-3.json      the holder: host, process, job, start of the claim
+    <folder>/.lease/claim-3.json      the holder: host, process, job, time of the claim
     <folder>/.lease/beat-3            a counter that rises every two seconds, "ended" at the end
     <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
 A claim is made by a hard link to a complete file; on any file system, only one process can succeed.
-A job that wants to take over times the counter by its own clock, so the clocks of machines may
-differ. If the counter does not rise, the job removes the counter's file, which ends the former
-holder's right. A former holder that was suspended, however long, then finds that the file is
-missing. The holder checks this by opening the file, because NFS caches listings and attributes, but
-asks the server for an open.
+A job that wants to take over watches the counter for a time measured by its own clock, so the
+clocks of machines may differ. If the counter does not rise, the job removes the counter's file,
+which ends the former holder's right. A former holder that was suspended, however long, then finds
+that the file is missing. The holder checks this by opening the file, because NFS caches listings
+and attributes, but asks the server at each open.
 
 A checkpoint is first written under a name with the claim's number, and published by renaming it. A
 new holder first removes all such names with lower numbers. So a former holder cannot publish
@@ -58,7 +58,7 @@ _KEPT = 8  # number of earlier claims whose files a new claim removes
 
 
 class LeaseTakenError(SetupError):
-    """Raised if another job holds the folder; :attr:`owner` describes that job."""
+    """Raised if another job holds the folder. The attribute ``owner`` describes that job."""
 
     def __init__(self, message: str, owner: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -66,10 +66,10 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """Holds the right to write a folder, or shares it with another process of the same job.
+    """Holds the right to write a folder, or shares this right with another process of the job.
 
     Args:
-        folder: Folder to write to, made if it is missing.
+        folder: Folder to write to. It is created if it is missing.
 
     Attributes:
         number: Number of this job's claim; 0 before the job has made a claim.
@@ -92,14 +92,14 @@ class Lease:
     ) -> int:
         """Claims the right to write the folder.
 
-        The claim succeeds at once if the previous holder has ended, was killed on this machine, or
-        was an earlier start of this job. Otherwise it blocks for up to ten seconds, to see whether
-        the holder's counter rises.
+        The claim succeeds at once if the previous holder gave up its right, was killed on this
+        machine, or was this same job before a restart. Otherwise the call blocks for up to ten
+        seconds, to see whether the holder's counter rises.
 
         Args:
             job: ID of the job, ``None`` for a manager.
             restarts: Number of restarts of the job so far, from 0; ``None`` for a manager.
-            run: Name by which ranks recognise their manager, ``None`` for a job.
+            run: Name by which ranks recognise their manager; ``None`` for a job.
 
         Returns:
             Number of the claim.
@@ -121,13 +121,17 @@ class Lease:
         raise self.taken(number)
 
     def join(self, number: int) -> None:
-        """Shares the right that another process of this job has claimed."""
+        """Shares the right that another process of this job holds.
+
+        Args:
+            number: Number of that process's claim.
+        """
         self.number = number
 
     def join_manager(self, number: int | None, job: str) -> bool:
         """Shares the right of this process's manager, if the manager holds the folder.
 
-        Returns whether the manager holds it.
+        Returns whether the manager holds the folder.
 
         Args:
             number: Number of the manager's claim, ``None`` if there is no manager.
@@ -143,7 +147,7 @@ class Lease:
         """Makes a claim with the next number; processes that joined the old claim lose the right.
 
         Returns:
-            True if this process still held the right, and so got the new number.
+            True if this process still held the right, and therefore got the new number.
 
         Raises:
             OSError: The folder cannot be written; the number did not change.
@@ -177,7 +181,8 @@ class Lease:
                 raise
             if self._files.exists():
                 return False
-            # The whole folder was deleted, so no other job has taken it. Make the claim again.
+            # The whole lease folder was deleted, so no other job has taken over. Make the claim
+            # again.
             self._make_folder()
             return self._take(self.number)
         return True
@@ -207,7 +212,7 @@ class Lease:
     def keep_up(self, say: Callable[[str], None]) -> None:
         """Starts a thread that raises the counter every two seconds until :meth:`end`.
 
-        The thread also ends if the right is lost (see :meth:`is_held`).
+        The thread also stops if the right is lost (see :meth:`is_held`).
         """
 
         def count() -> None:
@@ -239,7 +244,7 @@ class Lease:
                 self._write_beat(_ENDED, 0)
 
     def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
-        """Returns the error to raise if another job holds the folder.
+        """Returns the error to raise because another job holds the folder.
 
         Args:
             number: Number of the other job's claim, ``None`` for the newest claim.
@@ -285,7 +290,7 @@ class Lease:
             try:
                 os.link(draft, claim)
             except FileExistsError:
-                # Otherwise NFS made the link, but its reply was lost.
+                # A link count above 1 means that NFS made this link, but its reply was lost.
                 if draft.stat().st_nlink == 1:
                     return False
             except OSError as error:
@@ -299,8 +304,8 @@ class Lease:
         finally:
             draft.unlink(missing_ok=True)
         if self._last() > number:
-            # This process was suspended. Meanwhile others made this claim and several more, and
-            # removed this one as outdated.
+            # This process was suspended. Meanwhile other processes made this claim and further
+            # claims, and removed this claim as outdated.
             claim.unlink(missing_ok=True)
             return False
         former = self.number
@@ -320,7 +325,7 @@ class Lease:
 
     def _write_beat(self, text: str, flags: int) -> None:
         # Overwrite the file in place instead of truncating it first. On a full disk a truncated
-        # file would stay empty, and other jobs would believe that this job has ended.
+        # file would stay empty, and other jobs would conclude that this job has ended.
         file = os.open(self._path("beat"), os.O_WRONLY | flags, 0o644)
         try:
             os.write(file, text.encode())
@@ -370,10 +375,10 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns the facts read from a claim, empty if its file is damaged.
+    """Returns the facts read from a claim; empty if the claim's file is damaged.
 
-    A damaged claim might name a process that has ended. A job that trusted it would take the folder
-    from a job that is still running.
+    A damaged claim might name a process that has exited. A job that trusted the claim would take
+    the folder from a job that is still running.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}
@@ -409,7 +414,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def _is_gone(owner: Mapping[str, Any]) -> bool:
-    """Returns whether a holder has ended on this machine, or is this process."""
+    """Returns whether a holder is a process of this machine that has exited, or this process."""
     here = _here()
     pid = owner.get("pid")
     if owner.get("boot") != here["boot"] or not isinstance(pid, int) or pid < 1:

@@ -3,8 +3,8 @@
 A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
 rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
 starts the watching process. Machines exchange the reports of their watching processes through the
-job's key-value store. The threads of a machine's ranks take turns at this exchange, so it continues
-if one rank hangs. None of this delays a step.
+job's key-value store. The threads of a machine's ranks take turns at this exchange, so the exchange
+continues if one rank hangs. None of this delays a step.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _STILL_S = 2.5
 class HangGuard:
     """Reports this rank's activity to the hang watch of its machine, until :meth:`close`.
 
-    Every rank of the job must make this object at the same point. It does nothing if ``after_s`` is
-    0 or if no private folder can be made.
+    Must be constructed on all ranks of the job, at the same point. The object does nothing if
+    ``after_s`` is 0 or if no private folder can be made.
 
     Args:
         job: Rank of this process, and the host and process of every rank.
@@ -53,8 +53,8 @@ class HangGuard:
         page_folder: Folder for hang reports; ``None`` for the system's folder of temporary files.
 
     Attributes:
-        snapshot: Function that returns the rank's activity. The reporting thread calls it; it may
-            be replaced at any time.
+        snapshot: Function that returns the rank's activity, called by the reporting thread. The
+            attribute may be set to another function at any time.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HangGuard:
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
         except OSError as error:
-            say(f"warning: nobody watches for hangs: {error}")
+            say(f"warning: hangs of this rank are not detected: {error}")
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)
@@ -154,7 +154,7 @@ class HangGuard:
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
             # Start the watching process in a session of its own. It removes the folder after the
-            # rank has ended, so it must survive a signal to the rank's process group.
+            # rank has exited, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 
@@ -183,7 +183,7 @@ class HangGuard:
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
     def _connect(self) -> Any:
-        # Use another connection to the store: a call of the job that waits on its connection would
+        # Use a second connection to the store: a call that waits on the job's own connection would
         # block calls of this thread.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return dist.PrefixStore("hang", store)
@@ -191,7 +191,7 @@ class HangGuard:
     def _carry(self, store: Any) -> None:
         """Puts this machine's report into the store.
 
-        Reads the reports of other machines if this one makes no progress.
+        Also reads the reports of the other machines if this machine makes no progress.
         """
         report = read_whole(self._folder / "machine.json")
         store.set(str(self._machine), report)
@@ -206,7 +206,7 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns the ranks of each process group, and how many collectives this rank began in it."""
+    """Returns each process group's ranks, and the number of collectives this rank began in it."""
     collectives = {}
     for group in process_groups():
         # Skip a group that is being destroyed, or whose backend does not count collectives.

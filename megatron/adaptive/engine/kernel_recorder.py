@@ -1,7 +1,8 @@
 """Records the operators and kernels of chosen steps with torch.profiler.
 
-On a CPU these are the outermost operators, on a GPU the kernels and copies of the device. A mark of
-known time, which the profiler records too, puts its times on the clock of the trace.
+On a CPU the outermost operators are recorded, on a GPU the kernels and copies of the device. A mark
+whose time is known on the trace's clock is recorded by the profiler too. Comparing both times of
+the mark converts the profiler's times to the clock of the trace.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.adaptive.trace.kernels import TimedKernel, add_step, summed
 _MARK = "megatron.adaptive: mark of a known time"
 _NUM_MARKS = 3
 _WRAPPER = re.compile(r"autograd::engine|.*Backward\d*$|megatron\.adaptive")
-"""Names of ranges that only contain the operators of a backward pass."""
+"""Pattern for names of ranges that are no operators themselves, but contain operators."""
 
 
 class KernelRecorder:
@@ -32,7 +33,7 @@ class KernelRecorder:
         rank: Global rank of this process.
         iterations: Numbers of the iterations to record.
         on_gpu: Whether the rank computes on a GPU.
-        say: Function that prints a line.
+        say: Function that prints a line of text.
     """
 
     def __init__(
@@ -91,11 +92,12 @@ class KernelRecorder:
             running.stop()
 
     def _kernels(self, events: Any) -> Iterator[TimedKernel]:
-        """Yields the kernels among the profiler's events, with times of the monotonic clock."""
+        """Yields the kernels among the profiler's events, with times on the monotonic clock."""
         marks = [event.time_range.start for event in events if event.name == _MARK]
         if len(marks) < len(self._marks_ns):
             return
-        # The clock is read before the profiler's mark: the shortest time in between is best.
+        # The clock is read shortly before the profiler records the mark. The mark with the shortest
+        # delay gives the most accurate difference between the clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
         for event in events:

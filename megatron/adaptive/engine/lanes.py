@@ -1,8 +1,9 @@
 """Runs an F and a B of a rank in turns: one computes while the other communicates.
 
-There are two lanes, which are threads, and each runs one action. Only one lane computes at a time.
-When its action exchanges tokens with other ranks, the lane starts the exchange and gives the turn
-to the other lane. When it gets the turn back, it waits for the rest of the exchange::
+There are two lanes. Each lane is a thread that runs one action. Only one lane computes at a time:
+the lane that has the turn. When its action exchanges tokens with other ranks, the lane starts the
+exchange and gives the turn to the other lane. When the lane gets the turn back, it waits for the
+rest of the exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
@@ -41,11 +42,11 @@ class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
 
 
 class Lanes:
-    """Runs the actions of a step in two lanes (threads); the calling thread is the first.
+    """Runs the actions of a step in two lanes (threads). The calling thread is the first lane.
 
     Args:
-        decide: Function that chooses the next action and returns it, or ``None`` for none. Its
-            argument says whether a communicating action can continue instead.
+        decide: Function that returns the next action, or ``None`` if no action starts. Its argument
+            says whether a communicating action can continue instead.
         perform: Function that runs a chosen action to its end.
         await_arrival: Function that blocks until another input has arrived.
 
@@ -72,7 +73,7 @@ class Lanes:
         self._error: BaseException | None = None
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Runs actions until the step is done.
+        """Runs actions until ``is_done`` returns True.
 
         When an action exchanges tokens, the turn goes to the other lane.
 
@@ -144,8 +145,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # A weight gradient fills one exchange only; after it the first lane gets the turn
-                # back.
+                # Only one weight gradient runs during an exchange. After it, the first lane gets
+                # the turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -158,10 +159,10 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """While the context is open, gives the turn to the other lane during each exchange of rows.
+        """Gives the turn to the other lane during each exchange of rows, while the context is open.
 
-        This applies to forward and backward passes. Exchanges of rows (tokens) take long. Exchanges
-        of one number per row are short, so the lane keeps the turn.
+        This applies to forward and backward passes. Only exchanges of rows (tokens) take long. In
+        an exchange of one number per row, the lane keeps the turn.
         """
         plain = dist.all_to_all_single
 

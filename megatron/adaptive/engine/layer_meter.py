@@ -7,9 +7,10 @@ the gradient of its output is known, and ends when the gradient of its input is:
                 gradient known             gradient known
                      └──── backward of layer 1 ────┘
 
-Weight gradients that a schedule computes later are not part of this. Forward passes that are
-repeated during the backward pass (activation recomputation) are not counted. Layers of which the
-model calls only parts, as with overlapped exchanges of experts' tokens, have no times.
+Weight gradients that a schedule computes later are not part of a layer's backward time. Forward
+passes that are repeated during the backward pass (activation recomputation) are not counted. If the
+model calls only parts of a layer, as with overlapped exchanges of experts' tokens, the layer has no
+times.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LayerMeter(LayerSums):
 
     Args:
         chunks: Model chunks of this rank. Hooks stay attached to their layers.
-        clock: Clock that makes marks on the device.
+        clock: Clock that makes time marks on the device.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:
@@ -88,7 +89,7 @@ class LayerMeter(LayerSums):
 
 
 def _number_of(layer: Any, name: str, num_layers: int) -> int:
-    """Returns the index of a layer in the model; layers of multi-token prediction come last."""
+    """Returns the index of a layer in the model. Multi-token prediction layers come last."""
     predicting = _PREDICTING.search(name)
     if predicting is not None:
         return num_layers + int(predicting[1])

@@ -1,7 +1,8 @@
 """Adds up the times of a rank's layers in traced steps, for ``--trace-detail layers``.
 
 Times are added up over the microbatches of a step, so a trace has a few numbers per layer and step.
-For timelines it also has start and end of each layer's first forward and backward pass in the step.
+For timelines, a trace also has start and end of each layer's first forward and backward pass in a
+step.
 :mod:`~megatron.adaptive.engine.layer_meter` measures transformer layers of megatron-core, and
 ``modules.segment_meter`` the segments of a ``Pipeline``.
 """
@@ -15,7 +16,7 @@ MOST_LAYERS = 64
 """Maximum number of measured layers of a rank, so that a step's times have at most 3 KB."""
 
 MOST_DRAWN = 32
-"""Maximum number of layers of a rank whose first passes have their start and end in the trace."""
+"""Maximum number of layers per rank for which a trace has start and end of the first passes."""
 
 FORWARD, BACKWARD = 0, 1
 
@@ -24,8 +25,8 @@ class LayerSums:
     """Adds up the times of this rank's layers. All methods must be called from one thread.
 
     Args:
-        numbers: Index in the model of each layer of this rank.
-        clock: Clock that makes marks on the device.
+        numbers: Index of each layer of this rank in the whole model.
+        clock: Clock that makes time marks on the device.
 
     Attributes:
         is_traced: Whether the current step is measured.
@@ -52,22 +53,22 @@ class LayerSums:
         return self._clock.mark()
 
     def add(self, position: int, kind: int, start: Any, end: Any) -> None:
-        """Adds a pass of a layer.
+        """Records one forward or backward pass of a layer.
 
         Args:
             position: Position of the layer in ``numbers``.
             kind: Kind of pass, ``FORWARD`` or ``BACKWARD``.
-            start: Mark at the begin of the pass.
-            end: Mark at the end of the pass.
+            start: Time mark at the start of the pass.
+            end: Time mark at the end of the pass.
         """
         self._marks.append((position, kind, start, end))
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """Returns the times of the step that ends, and waits until the device has done its work.
+        """Ends a step and returns the times of its layers. Waits until the device has finished.
 
         Returns:
-            For each layer: index of the layer in the model, time in ns of all forward passes, of
-            all backward passes, and number of forward passes.
+            One row per layer: index of the layer in the model, total time of all forward passes in
+            ns, total time of all backward passes in ns, and number of forward passes.
         """
         if self._marks:
             self._clock.wait(self._marks[-1][3])
@@ -88,11 +89,13 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of some layers in the step of the last call of :meth:`rows`.
+        """Returns the first passes of layers in the step for which :meth:`rows` was last called.
+
+        If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 
         Returns:
-            Rows of index of the layer in the model, 0 for a forward or 1 for a backward pass, start
-            and end in ns. If there are many layers, those of an evenly spaced sample.
+            One row per pass: index of the layer in the model, 0 for a forward or 1 for a backward
+            pass, start and end in ns.
         """
         every = max(1, -(-len(self._numbers) // MOST_DRAWN))
         return [

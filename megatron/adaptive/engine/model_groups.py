@@ -1,4 +1,4 @@
-"""Finds the process groups of a model: those of ``parallel_state``, or those that a caller made.
+"""Finds the process groups of a model, in ``parallel_state`` or in a caller's collection.
 
 A program that makes its process groups itself passes them to megatron-core's schedule as a
 ``ProcessGroupCollection``. ``parallel_state`` may then be empty.
@@ -25,7 +25,7 @@ _BY_KIND = {
     "model": "mp",
     "optimizer": "intra_dist_opt",
 }
-"""Name in a collection of the group of each kind."""
+"""Attribute of a ``ProcessGroupCollection`` that has the group of each kind."""
 
 
 class ModelGroups:
@@ -34,7 +34,7 @@ class ModelGroups:
     Groups of ``parallel_state`` are looked up each time, because a run may need only some of them.
 
     Args:
-        collection: Process groups that the caller made, ``None`` for those of ``parallel_state``.
+        collection: Process groups that the caller made; ``None`` to use ``parallel_state``.
 
     Raises:
         ConfigError: The collection lacks a group.
@@ -54,7 +54,7 @@ class ModelGroups:
 
     @property
     def is_of_parallel_state(self) -> bool:
-        """Returns whether the pipeline is that of ``parallel_state``."""
+        """Returns whether the pipeline has the same ranks as that of ``parallel_state``."""
         if self._collection is None:
             return True
         if not parallel_state.model_parallel_is_initialized():
@@ -84,14 +84,14 @@ class ModelGroups:
 
     @property
     def dp(self) -> Any:
-        """Returns the group of this rank's replicas."""
+        """Returns the group of data-parallel ranks."""
         if self._collection is None:
             return parallel_state.get_data_parallel_group()
         return self._collection.dp
 
     @property
     def dp_cp(self) -> Any:
-        """Returns the group of this rank's replicas and their context-parallel ranks."""
+        """Returns the group of data- and context-parallel ranks."""
         if self._collection is None:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
         return self._collection.dp_cp
@@ -130,7 +130,7 @@ class ModelGroups:
 
     @property
     def dp_cp_rank(self) -> int:
-        """Returns this rank's index among replicas and their context-parallel ranks."""
+        """Returns this rank's index among data- and context-parallel ranks."""
         if self._collection is None:
             rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             return rank
@@ -138,14 +138,17 @@ class ModelGroups:
 
     @property
     def meeting(self) -> list[Any]:
-        """Returns the groups whose ranks communicate during the passes of every model."""
+        """Returns the groups whose ranks communicate during forward and backward passes.
+
+        Groups that only models with experts need are in :attr:`experts` and :attr:`balanced`.
+        """
         if self._collection is None:
             return [parallel_state.get_tensor_and_context_parallel_group()]
         return [self.tp, self.cp]
 
     @property
     def experts(self) -> list[Any]:
-        """Returns the groups whose ranks exchange tokens of experts."""
+        """Returns the groups whose ranks exchange tokens for experts."""
         if self._collection is None:
             return [
                 parallel_state.get_expert_model_parallel_group(),
@@ -157,13 +160,13 @@ class ModelGroups:
 
     @property
     def balanced(self) -> list[Any]:
-        """Returns the groups over which a loss may balance experts."""
+        """Returns the groups over which an auxiliary loss may balance the load of experts."""
         if self._collection is None:
             return [parallel_state.get_tensor_and_data_parallel_group(True)]
         return [self.tp, self.dp_cp]
 
     def by_kind(self) -> dict[str, Any]:
-        """Returns all groups of the model by kind, ``None`` for one that does not exist."""
+        """Returns all groups of the model by kind; ``None`` for a group that does not exist."""
         if self._collection is not None:
             return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
         return {

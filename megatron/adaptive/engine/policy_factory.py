@@ -1,6 +1,7 @@
 """Makes the policy of one rank, and the rank state that the policy reads.
 
-All three ways to train use it: megatron-core's GPT, plain modules, and a user's Megatron-LM.
+All three ways to train use this module: megatron-core's GPT, plain modules, and a user's
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 class Orders:
     """Makes the policy and the state of one rank for each step.
 
-    It makes one policy per number of microbatches, and keeps it for later steps.
+    A policy depends on the number of microbatches, and is kept for later steps with this number.
 
     Args:
         schedule: Name of a static schedule or run-time scheduling rule; ``auto`` runs ``adaptive``
@@ -40,14 +41,14 @@ class Orders:
         splits: Whether weight gradients are separate actions (W), instead of part of the backward
             pass.
         pieces: Number of W actions per weight gradient under a run-time rule, which fills short
-            waits with them. Under a static schedule there is one.
+            waits with W actions. A static schedule always has one W per weight gradient.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
         group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
             ``None`` for the number of ranks of the pipeline.
         widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
-        slice_shares: Length of each slice into which sequences are cut, relative to the sequence;
-            they add up to 1. By default sequences are not cut.
+        slice_shares: Length of each slice into which sequences are cut, relative to the sequence.
+            The lengths add up to 1. By default sequences are not cut.
         beside: Whether a training step may start an action while an action of another kind
             exchanges tokens of experts.
 
@@ -115,7 +116,8 @@ class Orders:
     def num_slices(self) -> int:
         """Returns the number of slices of each microbatch, 1 for whole microbatches.
 
-        If it differs between microbatches, it is the largest of the last step.
+        If the number differs between microbatches, the result is the largest number of the last
+        step.
         """
         return most_slices_of(self._counts)
 
@@ -132,11 +134,12 @@ class Orders:
     def recut(self, num_slices: SliceCounts) -> None:
         """Changes the number of slices of each microbatch, from the next step on.
 
-        All ranks of a pipeline must make the same change before the same step. Lengths of slices
-        are then equal, unless :meth:`state` gets the size of each.
+        Must be called on all ranks of a pipeline with the same number, before the same step. The
+        slices then have equal lengths, unless :meth:`state` gets the size of each slice.
 
         Raises:
-            ScheduleError: Numbers differ, and the schedule needs equal ones.
+            ScheduleError: The numbers differ between microbatches, and the schedule needs equal
+                numbers.
         """
         self._counts = num_slices
         if isinstance(num_slices, int) and num_slices != len(self._shares):
@@ -147,7 +150,8 @@ class Orders:
         """Returns the policy that chooses this rank's actions in a step.
 
         Raises:
-            ConfigError: The schedule file or record is for another number of microbatches.
+            ConfigError: The schedule file, or the record to replay, is for another number of
+                microbatches.
             ScheduleError: The schedule does not support this number of microbatches.
         """
         if self.replay is not None and not forward_only:
@@ -167,10 +171,10 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
-            sizes: Number of token positions in each microbatch, or in each of its slices, to which
-                the size of its activations is proportional; ``None`` if all are equal. The limit on
-                activations is then relative to the mean size, and raised to the largest size if
-                necessary, so that every microbatch can start.
+            sizes: Number of token positions in each microbatch or in each slice. The size of the
+                activations is proportional to this number. ``None`` if all are equal. If sizes are
+                passed, the limit on activations is relative to the mean size. It is raised to the
+                largest size if necessary, so that every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         num_slices = self._counts
@@ -206,7 +210,7 @@ class Orders:
     def use(self, candidate: Candidate) -> None:
         """Switches to another schedule or run-time rule from the next step on.
 
-        All ranks must make the same switch before the same step.
+        Must be called on all ranks with the same candidate, before the same step.
         """
         self._chosen = candidate
         self._policies.clear()
@@ -226,8 +230,8 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
                 stages have unequal numbers of ranks.
-            smallest: Size of the smallest microbatch, relative to the mean. The memory limit admits
-                more microbatches of this size than of any other.
+            smallest: Size of the smallest microbatch, relative to the mean. The memory limit allows
+                more microbatches of this size than of any other size.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all or (self._spec.is_own and not self._spec.is_rule)
@@ -285,7 +289,8 @@ class Orders:
 
 
 _MOST_POLICIES = 64
-"""Number of policies that are kept. Numbers of slices may differ in each step."""
+"""Maximum number of policies that are kept. Without a maximum, memory would grow if the numbers of
+slices differ in each step."""
 
 
 def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices: int) -> Schedule:
@@ -307,7 +312,7 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if schedule.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as separate actions, but this run "
-            "computes them within the backward: give --split-backward True"
+            "computes them in the backward pass: pass --split-backward True"
         )
     return schedule
 
@@ -317,8 +322,8 @@ def _slices(num_slices: int) -> str:
 
 
 def _simulated_name(schedule: str) -> str:
-    """Returns the schedule to run before times are measured.
+    """Returns the name of the schedule to run before times are measured.
 
-    It is ``adaptive`` for ``auto``, else the schedule itself.
+    Returns ``adaptive`` for ``auto``, and ``schedule`` itself for all other schedules.
     """
     return "adaptive" if schedule == "auto" else schedule

@@ -1,4 +1,4 @@
-"""Represents a process in its job: its device, small messages to all ranks, and its end."""
+"""Represents a process in its job: device, small messages to all ranks, and closing the job."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 _FAILED_SETUPS = "megatron-adaptive-failed"
-"""First part of the names of keys under which ranks count failed set-ups."""
+"""Prefix of the keys under which ranks count failed set-ups in the job's key-value store."""
 _FAILED_TOGETHER_S = 3.0
 """Maximum time in seconds to wait until the set-up has failed on all ranks."""
 _POLL_S = 0.02
-"""Time in seconds between two looks at the number of failed ranks."""
+"""Time in seconds between two reads of the number of failed ranks."""
 
 
 def is_alone() -> bool:
     """Returns whether this process pretends to be a rank of a job without other ranks.
 
-    Its process groups are torch's fake ones: a gather returns this rank's value for each rank, and
-    other collectives leave tensors as they are or copy this rank's part.
+    Such a process uses torch's ``fake`` process groups: a gather returns this rank's value for each
+    rank, and other collectives leave tensors unchanged or copy this rank's part.
     """
     return bool(dist.get_backend() == dist.Backend.FAKE)
 
@@ -99,7 +99,7 @@ def naming_lost_peers() -> Iterator[None]:
     """Turns a library's error about a broken connection into ``PeerLostError``.
 
     Raises:
-        PeerLostError: A collective operation failed because another rank has ended.
+        PeerLostError: A collective operation failed because another rank has exited.
     """
     try:
         yield
@@ -114,7 +114,7 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Contains a process's part in its job: device, process groups, rights to write folders.
+    """Contains the resources of a process in its job: device, process groups, folder leases.
 
     Attributes:
         environment: Settings from the launcher's environment variables, with the rank and world
@@ -124,13 +124,13 @@ class Job:
         places: Host and process of every rank, by global rank (see ``liveness.here``).
         timeout: Maximum time to wait for other ranks.
         owns_process_group: Whether torch's default process group was made for this job, and is
-            destroyed with it.
-        groups_before: Process groups that existed before the job began, which it keeps.
-        groups: Process groups that :meth:`close` destroys. If empty, it destroys all that were made
-            since the job began.
+            destroyed with the job.
+        groups_before: Process groups that existed before the job began. The job keeps them.
+        groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
+            groups that were made since the job began.
         leases: Rights to write checkpoint folders, by path. They are given up at the end of the
             job.
-        launcher: Number of the process that launched this one, ``None`` if no launcher did.
+        launcher: Process ID of the launcher that started this process; ``None`` without a launcher.
     """
 
     environment: Environment
@@ -155,7 +155,10 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers a value from each rank and returns all, by rank. Collective over all ranks."""
+        """Gathers a value from each rank and returns the list of values, indexed by rank.
+
+        Collective over all ranks.
+        """
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
@@ -166,7 +169,7 @@ class Job:
         """Calls ``action`` on rank 0 and returns its result on all ranks. Collective.
 
         Raises:
-            AdaptiveError: ``action`` raised this error on rank 0. It is then raised on all ranks.
+            AdaptiveError: ``action`` raised this error on rank 0. All ranks raise it.
         """
         answer: Any = None
         if self.is_first or is_alone():
@@ -191,7 +194,8 @@ class Job:
         """Checks that the launcher of this process is alive.
 
         Raises:
-            PeerLostError: If it has ended. Nobody would end this process if another rank failed.
+            PeerLostError: The launcher has exited. Then nothing would end this process if another
+                rank failed.
         """
         if self.launcher not in (None, os.getppid()):
             raise PeerLostError(
@@ -234,19 +238,20 @@ class Job:
     def close_after_error(self) -> None:
         """Ends the job after an error in its set-up, so that the process can set up another job.
 
-        Often all ranks raise the same error together. But an error may also be of this rank alone,
-        and must be visible before the others' time limit. So this rank waits for the others only
-        for a short time. If they have not failed by then, groups of a process group that belongs to
-        the caller stay, because the others may be waiting in them.
+        Often all ranks raise the same error together. But an error may also occur on this rank
+        alone, and must be visible before the time limit of the other ranks. So this rank waits only
+        a few seconds for the other ranks to fail. If they have not failed by then, and the default
+        process group belongs to the caller, the job's groups are not destroyed, because the other
+        ranks may be waiting in them.
         """
         self._end(with_groups=self.owns_process_group or self._have_all_failed())
 
     def _have_all_failed(self) -> bool:
-        """Returns whether all ranks have called this within a few seconds of this rank's call."""
+        """Returns whether all ranks call this method within a few seconds of this rank's call."""
         if is_alone():
             return True
         store = dist.distributed_c10d._get_default_store()
-        if store is None:  # under MPI
+        if store is None:  # the MPI backend has no store
             return False
         key = f"{_FAILED_SETUPS}/{self.control_group.group_name}"
         deadline_s = time.monotonic() + _FAILED_TOGETHER_S
@@ -255,7 +260,7 @@ class Job:
             while count < self.environment.world_size and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
                 count = store.add(key, 0)
-        except (RuntimeError, OSError):  # the process that has the store has ended
+        except (RuntimeError, OSError):  # the process that serves the store has exited
             return False
         return bool(count >= self.environment.world_size)
 

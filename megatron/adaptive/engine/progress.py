@@ -3,7 +3,7 @@
 One rank appends a line of JSON for every iteration that the log prints. For other iterations it
 writes at most two lines per second::
 
-    {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}        at each start
+    {"total_iterations": 200, "start_iteration": 0, "world_size": 4, ...}     when training starts
     {"iteration": 7, "unix_ns": ..., "step_ms": 41.2, "tokens_per_s": 24850.1, "loss": 6.91, ...}
     {"loaded_s": 0.21, "unix_ns": ...}                        after a checkpoint was loaded
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
@@ -28,7 +28,7 @@ from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
-"""Reason given for the end of a training run that has done all its iterations."""
+"""Reason in the file for the end of a training run that has done all its iterations."""
 
 PERIOD_S = 0.5
 
@@ -36,10 +36,10 @@ Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
-    """Returns the line that the log shows about a saved checkpoint.
+    """Returns the log line about a saved checkpoint.
 
     Args:
-        iteration: Number of the iteration after which it was saved.
+        iteration: Number of the iteration after which the checkpoint was saved.
         path: Path of the checkpoint's folder.
         seconds: Time that training waited for the checkpoint, in seconds.
         is_behind: Whether the checkpoint was written in the background.
@@ -54,7 +54,7 @@ class ProgressFile:
     If writing fails, a warning is printed once and lines are lost, but the job continues.
 
     Args:
-        folder: Trace folder, made if it is missing; ``None`` to write nothing.
+        folder: Trace folder, created if it is missing; ``None`` to write nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -74,10 +74,10 @@ class ProgressFile:
         """Writes the line about the start of a run.
 
         Args:
-            start_iteration: Number of iterations done before this start.
+            start_iteration: Number of iterations done before training started or resumed.
             total_iterations: Number of iterations of the whole training run.
-            **more: Further fields: the parallel sizes, and ``moved`` if the ranks were training
-                before and now switch to this folder.
+            **more: Further fields, such as the parallel sizes, and ``moved`` if the ranks were
+                already training and now switch to this folder.
         """
         sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
         self._start = _line({**sizes, **more})
@@ -85,13 +85,12 @@ class ProgressFile:
             self._file.begin()
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
-        """Writes a line about an iteration, unless another was written less than 0.5 s ago.
+        """Writes a line about an iteration, unless such a line was written less than 0.5 s ago.
 
         Args:
             iteration: Number of the iteration.
             values: Measurements of the iteration, by name.
-            is_logged: Whether the log prints the iteration. If so, its line is always written here
-                too.
+            is_logged: Whether the log prints the iteration. If so, the line is always written.
         """
         now_s = time.monotonic()
         self._pending = {"iteration": iteration, **values}

@@ -1,8 +1,8 @@
 """Connects the ranks that a launcher started to one key-value store, within a time limit.
 
-Without this module, torch would wait without a limit if another program listens at the port and
-does not reply. It would retry for minutes if a host name does not resolve. Ranks with different
-ports would wait for each other forever.
+Without this module, torch would wait forever if another program listens at the port and does not
+reply. It would retry for minutes if a host name does not resolve. Ranks with different ports would
+wait for each other forever.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
     Args:
         environment: Settings of this rank, from environment variables.
-        timeout: Maximum time of each later wait for other ranks.
+        timeout: Time limit for each later operation that waits for other ranks.
 
     Raises:
         SetupError: The limit on open files of this process is too low for this number of ranks.
-        DistError, ValueError, MeetingError: The ranks cannot connect; :func:`no_rendezvous` turns
-            these errors into one for users.
+        DistError, ValueError, MeetingError: The ranks cannot connect. :func:`no_rendezvous` turns
+            these errors into an error message for users.
     """
     if environment.world_size == 1 and not environment.is_launched:
         return dist.HashStore()
@@ -80,7 +80,7 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     """Turns a failure to connect the ranks into an error with one line of text.
 
-    Returns ``error`` itself if it is about something else.
+    Returns ``error`` itself if it is not about connecting the ranks.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
@@ -100,11 +100,11 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
     Args:
         limit_s: Time limit in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Text of the error to raise when the time limit has passed.
+        late: Error message for the case that the time limit passes.
 
     Raises:
-        MeetingError: The time limit has passed. The function's thread continues until the process
-            ends.
+        MeetingError: The time limit has passed. The thread that runs the function continues until
+            the process exits.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -135,7 +135,8 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
         only_look_up: Whether to wait only until the name resolves.
 
     Raises:
-        MeetingError: No program listened at the address in time, or the name did not resolve.
+        MeetingError: No program listened at the address before ``end_s``, or the name did not
+            resolve.
     """
     begin_s = time.monotonic()
     reason = ""
@@ -175,7 +176,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
             timeout=datetime.timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
         ),
-        f"the program that listens there gave no answer within {_ANSWER_S:.0f} s: it is not a torch"
+        f"the program that listens there did not reply within {_ANSWER_S:.0f} s: it is not a torch"
         " store",
     )
 
@@ -200,7 +201,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
             )
     wait = datetime.timedelta(seconds=left_s)
     return within(
-        left_s, lambda: next(dist.rendezvous("env://", timeout=wait))[0], "the ranks did not come"
+        left_s, lambda: next(dist.rendezvous("env://", timeout=wait))[0], "no ranks connected"
     )
 
 
@@ -211,7 +212,11 @@ def _join(environment: Environment, end_s: float) -> Any:
 
 
 def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
-    """Waits until every rank is connected to the store. The error lists missing ranks."""
+    """Waits until every rank is connected to the store.
+
+    Raises:
+        MeetingError: The time limit has passed. The message lists the missing ranks.
+    """
     begin_s = time.monotonic()
     size = environment.world_size
     try:

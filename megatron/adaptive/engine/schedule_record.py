@@ -1,11 +1,11 @@
-"""Records the order in which each rank ran its actions in one file, and replays it.
+"""Records in one file the order in which each rank ran its actions, and replays this order.
 
 The order that a run-time scheduling rule chooses depends on when inputs arrive, so two runs seldom
-have the same order. A record makes an order repeatable: for debugging, for comparisons, or for
-profiling. Losses and gradients do not depend on the order, because each stage runs its F, its B and
-its W actions in ascending order of microbatches. So it suffices to record one data-parallel
-replica, although under a run-time rule each replica has a different order. If all replicas replay
-this record, losses and gradients are the same bit by bit.
+have the same order. A record makes an order repeatable for debugging, comparisons, or profiling.
+Losses and gradients do not depend on the order, because each stage runs its F, its B and its W
+actions in ascending order of microbatches. So it suffices to record one data-parallel replica,
+although under a run-time rule each replica has a different order. If all replicas replay this
+record, losses and gradients are equal to those of the recorded run bit by bit.
 
 Only training steps are recorded; an evaluation always has the same order. The file is JSON.
 ``orders`` lists each different order once. Its numbers are codes of actions (see
@@ -22,10 +22,10 @@ microbatches of each replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
 
-If microbatches are cut into slices, ``shape`` has their number, ``slices``. A run with another
-number of slices can replay the record, too: each of its actions takes the place of the recorded
-slice that ends at the same position of the sequence, or next after it. No rank then waits in a
-circle, because the recorded actions ran in that order.
+If microbatches are cut into slices, ``slices`` in ``shape`` is their number per microbatch. A run
+with another number of slices can replay the record, too. Each of its actions runs in place of the
+action of a recorded slice: the slice that ends at the same position of the sequence, or else the
+first one that ends later. This cannot deadlock, because the recorded actions ran in that order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RecordShape:
         replicas: Number of replicas if their load is balanced by assigning microbatches to them; 0
             if microbatches are assigned round-robin.
         slices: Number of slices of each microbatch, 1 for whole microbatches. A run with another
-            number can replay the record.
+            number of slices can also replay the record.
     """
 
     ranks: int
@@ -82,7 +82,7 @@ class RecordShape:
 
     @property
     def num_orders(self) -> int:
-        """Returns the number of orders per step."""
+        """Returns the number of orders that the record has for each step."""
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
@@ -100,7 +100,7 @@ class RecordShape:
         )
 
     def content(self) -> dict[str, Any]:
-        """Returns the shape as an entry of the file, which leaves out ``slices`` if it is 1."""
+        """Returns the shape as an entry of the file. ``slices`` is omitted if it is 1."""
         return {
             name: value for name, value in asdict(self).items() if (name, value) != ("slices", 1)
         }
@@ -139,7 +139,7 @@ class ScheduleRecord:
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
         """Stores the orders of a step, one per rank.
 
-        Orders stored before for the same step are replaced.
+        Replaces orders that were stored earlier for the same step.
         """
         known_orders = self._orders
         if dealt is not None:
@@ -198,7 +198,7 @@ class ScheduleRecord:
         """Checks that a run has the sizes of the recorded run, except the number of slices.
 
         Raises:
-            ConfigError: A size differs; the message lists all that differ, with both values.
+            ConfigError: A size differs. The message lists all differing sizes, with both values.
         """
         present = asdict(shape)
         recorded = asdict(self.shape)
@@ -209,7 +209,7 @@ class ScheduleRecord:
             )
             flags = ", ".join(_REMEDIES[name] for name in differing)
             raise ConfigError(
-                f"{self._source} is of a pipeline of another shape: {pairs}; give {flags} of the "
+                f"{self._source} is of a pipeline of another shape: {pairs}; use {flags} of the "
                 "recorded run"
             )
 
@@ -246,7 +246,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns the record for a run with another number of slices."""
+        """Returns a record converted to another number of slices."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -275,12 +275,12 @@ class ScheduleRecord:
         if recorded != present:
             raise ConfigError(
                 f"step {step} of {self._source} has {recorded} microbatches, this run's has "
-                f"{present}; give the batch sizes and the data-parallel size of the recorded run"
+                f"{present}; use the batch sizes and the data-parallel size of the recorded run"
             )
 
 
 class Recording:
-    """Records the orders of this rank; :meth:`write` saves those of the whole pipeline.
+    """Records the orders of this rank. :meth:`write` saves the orders of the whole pipeline.
 
     Args:
         path: Path of the file.
@@ -289,11 +289,11 @@ class Recording:
             plus the number of ranks of earlier replicas. ``None`` if this rank records nothing.
             Only the first tensor- and context-parallel rank of a stage records, in the first
             replica or, if microbatches are balanced, in all replicas.
-        is_writer: Whether this rank writes the file; True on the first rank of the group of
-            :meth:`write`.
-        after_step: Number of the last step before this start of the job. If it is not 0 and the
-            file exists, its orders up to this step are kept, cut into as many slices as the run
-            has.
+        is_writer: Whether this rank writes the file. Must be True on the first rank of the group
+            that is passed to :meth:`write`.
+        after_step: Number of the last step before the job was started or resumed. If the number is
+            not 0 and the file exists, the file's orders up to this step are kept, converted to the
+            run's number of slices.
 
     Raises:
         ConfigError: The existing file is damaged, or is from a run with other sizes.
@@ -333,7 +333,7 @@ class Recording:
         Collective over ``group``.
 
         Args:
-            group: Gloo group that contains the recording ranks, for example all ranks.
+            group: Gloo group that contains all recording ranks, for example the group of all ranks.
         """
         import torch.distributed as dist  # imported here because reading a record needs no torch
 
@@ -365,7 +365,7 @@ class Replay:
         order_index: Index of this rank's order in the list of a step (see :class:`Recording`).
 
     Attributes:
-        record: Record whose orders are followed, cut into as many slices as this run has.
+        record: Record whose orders are followed, converted to this run's number of slices.
 
     Raises:
         ConfigError: The record is from a run with other sizes.
@@ -385,7 +385,8 @@ class Replay:
     def policy(self, num_microbatches: int) -> Follow:
         """Returns a policy that follows the recorded order of the current step.
 
-        The policy counts as static, so the ranks of a decision group need not agree on actions.
+        The executor treats the policy as static, so the ranks of a decision group need not agree on
+        actions.
 
         Raises:
             ConfigError: The step is not recorded, or was recorded with another number of
@@ -400,7 +401,7 @@ class Replay:
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
-    """Returns the record in a file's content.
+    """Parses the content of a record's file.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` if the content is damaged.
     """
@@ -449,10 +450,11 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
-    """Returns a rank's order with another number of slices per microbatch.
+    """Converts a rank's order to another number of slices per microbatch.
 
-    The actions of a chunk and kind are numbered in the order they run. So number ``turn`` ends at
-    the same part of its microbatch on all stages, and takes the place of the same recorded slice.
+    The actions of a chunk and kind are numbered in the order they run. So the action with number
+    ``turn`` has the same slice on all stages, and runs in place of the same recorded slice on all
+    stages.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, code in enumerate(order):

@@ -1,11 +1,12 @@
 """Computes the model chunks of a rank by calling megatron-core's forward and backward steps.
 
 This is the only module of the pipeline that calls ``megatron.core.pipeline_parallel.schedules``.
-megatron-core's loops keep the inputs and outputs of forward passes in lists; this module keeps them
+megatron-core's loops keep the inputs and outputs of forward passes in lists. This module keeps them
 in a dictionary by chunk and microbatch, so that any order of actions is possible. It reduces
 gradients over data-parallel ranks at the last microbatch of each chunk. If weight gradients are
-separate actions (W), they are kept until then in the chunk's
-:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
+separate actions (W), the chunk's
+:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps the tensors for them
+from B to W.
 
 :class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
 returns. It has the same arguments and result, but takes the order of the passes from its
@@ -64,28 +65,28 @@ class Slices(Protocol):
     def sizes(self) -> Sequence[float] | None:
         """Returns the number of tokens of each item of a step.
 
-        It is ``None`` if all microbatches of the run are cut in the same way.
+        Returns ``None`` if all microbatches of the run are cut in the same way.
         """
 
     def tokens(self, item: int) -> int:
         """Returns the number of tokens of an item's slice."""
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes an item's slice the current one, before its forward or backward pass."""
+        """Makes an item's slice the current slice, before its forward or backward pass."""
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees what a chunk keeps for the slices of an item's microbatch."""
+        """Frees the tensors that a chunk keeps for the slices of an item's microbatch."""
 
     def finish(self) -> None:
-        """Frees everything at the end of a step, also after an error."""
+        """Frees all tensors kept for slices. Called at the end of a step, also after an error."""
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that the slices of the current microbatch share on its chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of what a chunk keeps of an item for the later slices.
+        """Returns the size in bytes of the tensors of an item that a chunk keeps for later slices.
 
-        It is 0 before the chunk's first forward pass.
+        Returns 0 before the chunk's first forward pass.
         """
 
 
@@ -93,9 +94,10 @@ class GradientSync:
     """Controls when gradients are reduced over data-parallel ranks: at a chunk's last microbatch.
 
     All replicas must start their reductions in the same order. Under every schedule, each chunk's
-    last backward pass (B) needs the result of the next chunk's. So these passes run in descending
-    order of chunks. But the last weight gradients (W), if they are separate actions, run in any
-    order. In this case, the reduction of a chunk waits for the reductions of all later chunks.
+    last backward pass (B) needs the result of the next chunk's last B. So these passes run in
+    descending order of chunks. But the last weight gradients (W), if they are separate actions, run
+    in any order. In this case, the reduction of a chunk starts only after the reductions of all
+    later chunks have started.
 
     Args:
         config: Configuration of the chunks in megatron-core.
@@ -147,7 +149,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Turns the reduction on again for all chunks, also after an error in the step."""
+        """Turns the reduction on again for all chunks. Also called after an error in the step."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -176,8 +178,8 @@ class GradientSync:
 def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
     """Returns whether a chunk starts to reduce its gradients with the step's last microbatch.
 
-    It does not if it reduces them when the step is finalized, or if its caller adds up gradients of
-    several steps: then the caller has turned the reduction off around the steps.
+    False if the chunk reduces its gradients when the step is finalized. Also False if the caller
+    accumulates gradients over several steps, and has turned the reduction off for these steps.
     """
     config = getattr(chunk, "ddp_config", None)
     if config is not None and not config.overlap_grad_reduce:
@@ -192,8 +194,8 @@ def _as_list(value: Any, length: int) -> list[Any]:
         return list(value)
     if length > 1 and value is not None:
         raise ConfigError(
-            f"one function {value!r} was given for the gradient synchronization of {length} "
-            "chunks; give a list with one function per chunk"
+            f"one function {value!r} was passed for the gradient synchronization of {length} "
+            "chunks; pass a list with one function per chunk"
         )
     return [value] * length
 
@@ -213,17 +215,18 @@ class MegatronStages(SplitStages):
         groups: Process groups of megatron-core that the step uses.
         meter: Meter of the size of each chunk's activations, measured in its first forward pass.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
-        collect_non_loss_data: Argument of megatron-core's forward step, passed on.
-        first_val_step: Argument of megatron-core's forward step, passed on.
+        collect_non_loss_data: Argument that is passed to megatron-core's forward step.
+        first_val_step: Argument that is passed to megatron-core's forward step.
         stores: Stores of deferred weight gradients, one per chunk, attached to its layers; ``None``
             if the backward pass computes weight gradients. Not used in an evaluation.
         loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
-            this rank's number.
+            ``num_microbatches``.
         sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured;
             ``None`` if all are equal.
         slices: Slices of the sequences; ``None`` if items are whole microbatches.
-        measured: Number of tokens of each slice that ``meter`` has measured, by its number there,
-            and of the slice whose weight gradients were measured in each chunk, by -1 - chunk.
+        measured: Number of tokens of measured slices. The key of a slice that ``meter`` has
+            measured is the slice's number in ``meter``. The key ``-1 - chunk`` has the slice whose
+            weight gradients were measured in a chunk.
         config: Configuration of the chunks in megatron-core.
         reduced_losses: Values to log that the loss function returned, one per item.
         num_tokens: Number of tokens over which the loss was computed, on the last stage.
@@ -256,10 +259,10 @@ class MegatronStages(SplitStages):
             for chunk in range(len(self.chunks))
         ]
         self._count = 1 if self.slices is None else self.slices.count
-        # The last backward pass of a chunk is that of the last microbatch's first slice.
+        # The last backward pass of a chunk belongs to the first slice of the last microbatch.
         last_item = item_count(self.num_microbatches, self._count) - 1
         self._last_backward = last_item - place_of(last_item, self._count).part
-        # Inputs and outputs of forward passes whose backward pass has not run, by (chunk, item).
+        # Input and output of each forward pass whose backward pass has not run, by (chunk, item).
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
         self._backward_rest = (*kind, self.config)
@@ -319,8 +322,8 @@ class MegatronStages(SplitStages):
     def release(self, chunk: int, microbatch: int) -> None:
         """Frees the memory of a chunk's output, after the transport has taken the output.
 
-        The backward pass needs only the autograd graph of the output. The transport itself keeps
-        the memory for as long as it sends from it.
+        The backward pass needs only the autograd graph of the output. The transport itself holds a
+        reference to the memory until the message has been sent.
         """
         if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
             kept = self._kept.get((chunk, microbatch))
@@ -347,9 +350,9 @@ class MegatronStages(SplitStages):
         return input_gradient
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes a part of the weight gradients that the backward pass (B) has deferred.
+        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
 
-        After the last part of the last microbatch, the chunk's gradients are reduced over
+        After the last piece of the last microbatch, the chunk's gradients are reduced over
         data-parallel ranks, once the reductions of all later chunks have started.
         """
         super().weights(chunk, microbatch, piece, pieces)
@@ -357,27 +360,33 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store has measured the first B, which is that of a microbatch's last slice.
+        # The store has measured the first B, which belongs to the last slice of a microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the number by which the meter knows an item's slice in a chunk.
+        """Returns the key under which the meter stores the size of an item's slice in a chunk.
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
         return place_of(item, self._count).part * len(self.chunks) + chunk
 
     def _sized(self, nbytes: int, item: int, key: int) -> int:
-        """Returns the size of an item, given that of the measured item with the number ``key``."""
+        """Estimates the size of an item in bytes from the size of a measured item.
+
+        Args:
+            nbytes: Size of the measured item in bytes.
+            item: Index of the item whose size is estimated.
+            key: Key of the measured item in ``measured``.
+        """
         if self.slices is not None:
             return round(nbytes * self.slices.tokens(item) / self.measured.get(key, 1))
         return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
-        """Cleans up at the end of a step, also after an error."""
+        """Cleans up at the end of a step. Also called after an error."""
         self._sync.release()
         if self.slices is not None:
             self.slices.finish()
@@ -385,13 +394,14 @@ class MegatronStages(SplitStages):
 
 
 class ForwardBackward:
-    """Runs the forward and backward passes of a step; call it like megatron-core's function.
+    """Runs the forward and backward passes of a step. Called like megatron-core's function.
 
     Args:
         executor: Executor that runs this rank's steps.
         orders: Object that makes the policy and the state of this rank for each step. If stages
-            have unequal numbers of ranks, the loss is the mean over the whole step. The caller must
-            then sum gradients over the ranks of a stage instead of averaging them.
+            have unequal numbers of ranks, the loss is divided by the number of microbatches of the
+            whole step. The caller must then sum gradients over the ranks of a stage instead of
+            averaging them.
         stores: Stores of deferred weight gradients, one per chunk; ``None`` if the backward pass
             computes weight gradients.
         slices: Slices of the sequences, as many as ``orders`` has; ``None`` to run whole
@@ -448,7 +458,8 @@ class ForwardBackward:
 
         Args:
             loss_parts: Total number of microbatches in all replicas, by which the loss is divided.
-                ``None`` if replicas have equal numbers and the caller averages gradients over them.
+                ``None`` if all replicas have the same number of microbatches and the caller
+                averages gradients over replicas.
             sizes: Number of token positions in each microbatch of this rank, ``None`` if all are
                 equal.
 
@@ -458,7 +469,7 @@ class ForwardBackward:
 
         Raises:
             ConfigError: The executor does not support an argument.
-            TransportError: Another rank has ended, or does not respond.
+            TransportError: Another rank has exited, or does not respond.
         """
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
@@ -506,8 +517,8 @@ class ForwardBackward:
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:
             raise ConfigError(
-                f"{num_chunks} model chunks and {num_iterators} data iterators were given to a "
-                f"pipeline of {expected} chunks per rank; give one of each per chunk"
+                f"{num_chunks} model chunks and {num_iterators} data iterators were passed to a "
+                f"pipeline of {expected} chunks per rank; pass one model and iterator per chunk"
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
@@ -522,7 +533,7 @@ class ForwardBackward:
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns each size divided by that of the microbatch whose memory was measured."""
+        """Returns each size divided by the size of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -550,7 +561,7 @@ class ForwardBackward:
     def use(self, candidate: Candidate) -> None:
         """Switches to another schedule or run-time rule from the next step on.
 
-        All ranks must make the same switch.
+        Must be called on all ranks with the same candidate.
 
         Raises:
             ConfigError: The schedule needs another placement, or has W actions although this object
@@ -567,7 +578,7 @@ class ForwardBackward:
     def activation_bytes(self) -> tuple[int, ...]:
         """Returns the size in bytes of each chunk's activations for a microbatch of mean size.
 
-        The sizes are 0 before the first microbatch.
+        All sizes are 0 before the first microbatch has run.
         """
         if self._slices is not None:
             return tuple(map(self._sliced_bytes, range(self.orders.placement.num_chunks)))
@@ -577,7 +588,7 @@ class ForwardBackward:
         )
 
     def _sliced_bytes(self, chunk: int) -> int:
-        """Returns the size of a chunk's activations for a microbatch of mean size, in slices."""
+        """Returns the size in bytes of a chunk's activations for a mean microbatch, with slices."""
         slices = self._slices
         assert slices is not None
         num_chunks = self.orders.placement.num_chunks
@@ -594,7 +605,7 @@ class ForwardBackward:
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
-    """Sums the values to log, which have names, over the slices of each microbatch."""
+    """Sums each named value to log over the slices of each microbatch."""
     if slices is None:
         return values
     microbatches: dict[int, list[Any]] = {}

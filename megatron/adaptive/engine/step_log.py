@@ -22,19 +22,19 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Minimum duration of a follower's wait for the leader's decision to be traced, in nanoseconds."""
+"""Duration in nanoseconds from which a follower's wait for the leader's decision is traced."""
 
 
 class ActionInput(NamedTuple):
-    """Contains the input tensor of an action, and where and when it came from.
+    """Contains the input tensor of an action, with its sender and time of arrival.
 
     Attributes:
         tensor: Input tensor, ``None`` if the action needs no input from another stage.
         nbytes: Size of the tensor in bytes; 0 if another stage on this rank computed it.
         peer: Global rank of the sender; -1 if another stage on this rank computed the tensor.
         arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
-            does not report it, the time at which the executor first saw the input; 0 if the step is
-            not traced.
+            does not report this time, time at which the executor first saw the input. 0 if the step
+            is not traced.
         is_exact: Whether ``arrived_ns`` is the actual time of arrival.
     """
 
@@ -54,7 +54,7 @@ class LaunchedAction(NamedTuple):
         end: Time mark of the device after the action (an event on a GPU).
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of inputs that had arrived while their actions had not started yet.
+        queue_depth: Number of inputs that had arrived before the action, but were not used yet.
     """
 
     action: Action
@@ -93,8 +93,8 @@ class StepLog:
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
         """Returns the arrival time of an input in nanoseconds, and whether this time is exact.
 
-        If the transport does not report the time, the current time is returned. It is exact if the
-        executor was waiting for the input.
+        If the transport does not report the arrival time, the method returns the current time,
+        which is exact only if the executor was waiting for the input.
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
@@ -114,7 +114,7 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records that an input arrived, so that an action may now be able to start."""
+        """Records that an input has arrived, which may allow an action to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)

@@ -5,10 +5,10 @@
     rank 0   iteration 7 ── start all-reduce 7 ──────────┐  iteration 8 ── start 8, read 7: stop
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
-At the end of each iteration, the ranks start an all-reduce of their stop requests. They read its
-result at the end of the next iteration, so that no rank waits for it. While a :class:`StopRequest`
-is open, it owns the handlers of SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored, as under
-``nohup``, it stays ignored. Saving a checkpoint and ending the run is left to the training loop. If
+At the end of each iteration, the ranks start an all-reduce of their stop requests. They read the
+result at the end of the next iteration, so that no rank waits for the all-reduce. While a
+:class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored,
+as under ``nohup``, it stays ignored. The training loop saves a checkpoint and ends the run. If
 another rank is lost, the liveness watcher ends the process without such an agreement.
 """
 
@@ -33,7 +33,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 class StopRequest:
     """Collects requests to stop, and makes all ranks stop after the same iteration.
 
-    Open it in the main thread. A first SIGINT asks for a stop, a second one raises
+    Must be constructed in the main thread. A first SIGINT requests a stop; a second SIGINT raises
     ``KeyboardInterrupt`` at once.
 
     Args:
@@ -68,22 +68,22 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Returns the agreed reason, such as ``signal SIGTERM``; ``None`` if there is none yet."""
+        """Returns the agreed reason to stop, such as ``signal SIGTERM``; ``None`` before that."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether to stop now. Every rank must call it after the same iterations.
+        """Returns whether to stop now. Must be called on all ranks after the same iterations.
 
         Args:
             group: Gloo group of all ranks, which nothing else uses between two calls; ``None`` for
                 a single process, which needs no agreement.
 
         Returns:
-            True on every rank if any rank had a request before the previous call. After a first
-            True, all later calls return True.
+            True on every rank if any rank had a stop request before the previous call. After the
+            first True, all later calls return True.
 
         Raises:
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         if self._agreed is not None:
             return True
@@ -100,13 +100,13 @@ class StopRequest:
         return False
 
     def finish(self) -> bool:
-        """Waits for the result of the last all-reduce. Call it before the group is destroyed.
+        """Waits for the last all-reduce. Must be called before the group is destroyed.
 
         Returns:
             True if all ranks have agreed to stop.
 
         Raises:
-            PeerLostError: A rank of the group has ended.
+            PeerLostError: A rank of the group has exited.
         """
         work = self._work
         self._work = None

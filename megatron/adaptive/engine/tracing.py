@@ -1,6 +1,6 @@
 """Traces iterations, work outside the actions of a step, and training loops of other programs.
 
-If tracing is off, and in iterations that are not traced, every call returns at once.
+If tracing is off, or an iteration is not traced, every call returns at once.
 
 megatron-core's own loop is timed from outside. A wrapper of its ``forward_step_func`` times the
 forward pass of each microbatch and registers a hook on the output. Autograd calls the hook when the
@@ -81,15 +81,14 @@ class Tracing:
 
     Args:
         recorder: Recorder that stores spans; ``None`` if tracing is off.
-        clock: Clock that makes marks on the device; ``None`` for the clock of the host.
+        clock: Clock that makes time marks on the device; ``None`` for the clock of the host.
         sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
             with the trace.
-        counters: Counters of this rank's machine; ``None`` for those without a GPU. They are closed
-            with the trace.
+        counters: Counters of this rank's machine; ``None`` for counters without a GPU. They are
+            closed with the trace.
 
     Attributes:
-        experts: Meter of the load of this rank's experts; ``None`` if there are none, or if nothing
-            uses it.
+        experts: Meter of the load of this rank's experts; ``None`` if the load is not measured.
         layers: Meter of the times of this rank's layers; ``None`` if they are not measured.
         collectives: Meter of this rank's collectives; ``None`` if they are not measured.
         kernels: Recorder of this rank's kernels; ``None`` if they are not recorded.
@@ -139,7 +138,7 @@ class Tracing:
     def begin_iteration(
         self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
     ) -> None:
-        """Begins an iteration, to which later spans are added.
+        """Begins an iteration. Later spans are added to it.
 
         Args:
             iteration: Number of the iteration.
@@ -171,7 +170,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Spans until the next iteration begins are still added to this one."""
+        """Ends the iteration. Spans before the next iteration begins still belong to this one."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -192,7 +191,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Traces the device's work in the block, as a span of ``kind``."""
+        """Returns a context in which the device's work is traced as a span of ``kind``."""
         if self._traced is None:
             yield
             return
@@ -239,7 +238,10 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Traces the block with the host's clock, also between two iterations."""
+        """Returns a context that is traced as a span of ``kind``, timed with the host's clock.
+
+        The context may also be used between two iterations.
+        """
         start_ns = time.monotonic_ns()
         self._doing = kind
         try:
@@ -312,7 +314,7 @@ class OutsideTrace:
         self._done = [0, 0, 0]
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Runs a step; arguments and result are those of megatron-core's function."""
+        """Runs a step. Takes and returns the same as megatron-core's function."""
         if arguments.get("forward_only", False) or not self._tracing.is_traced:
             return self._function(**arguments)
         self._done = [0, 0, 0]
@@ -333,8 +335,8 @@ class OutsideTrace:
         forwards = [0] * len(models)
 
         def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
-            # Combined 1F1B of megatron-core gives these arguments. It asks for the parts of a
-            # forward pass, and runs them itself.
+            # megatron-core's combined 1F1B passes these keyword arguments. It requests the parts of
+            # a forward pass, and runs them itself.
             if plan:
                 return function(data_iterator, model, *more, **plan)
             chunk = chunk_of[id(model)]
@@ -371,7 +373,7 @@ def record_trace(
 ) -> Iterator[Callable[[], None]]:
     """Records steps of any training loop with torch.profiler, in one file per rank.
 
-    The command ``trace import`` reads these files. No rank waits for others. An example::
+    The command ``trace import`` reads these files. No rank waits for another rank. An example::
 
         with record_trace("traces/mine", model) as step:
             for batch in loader:
@@ -379,11 +381,11 @@ def record_trace(
                 step()
 
     Args:
-        folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must give the same; it
-            is made if it is missing.
+        folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must pass the same
+            folder. It is created if it is missing.
         model: Model whose forward and backward passes get names in the trace; ``None`` if the loop
             itself names them, as ``torch.distributed.pipelining`` and Megatron-LM do.
-        skip: Number of steps before the first recorded one, at least 1. The profiler warms up in
+        skip: Number of steps before the first recorded step, at least 1. The profiler warms up in
             the last of these steps.
         steps: Number of steps to record.
 
@@ -395,11 +397,11 @@ def record_trace(
         TraceError: The folder cannot be made.
     """
     if skip < 1 or steps < 1:
-        raise ConfigError(f"record_trace with skip={skip}, steps={steps}: give 1 or more each")
+        raise ConfigError(f"record_trace with skip={skip}, steps={steps}: both must be at least 1")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"cannot make {folder} for traces: {error.strerror}") from None
+        raise TraceError(f"cannot create folder {folder} for traces: {error.strerror}") from None
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     path = str(Path(folder, f"rank{rank}.json.gz"))
     recording = profiler.profile(
@@ -413,7 +415,10 @@ def record_trace(
 
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
-    """Gives each forward and backward pass of a model the profiler range names of other loops."""
+    """Gives each forward and backward pass of a model a named range of the profiler.
+
+    The names are those that Megatron-LM and ``torch.distributed.pipelining`` use.
+    """
     forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:

@@ -36,7 +36,7 @@ from megatron.adaptive.schedule.action import SliceCounts, item_label, mirrored
 _FLOPS_PER_ELEMENT = 32
 """Cost of moving one element, in floating-point operations.
 
-It is used only to divide weight gradients into parts of equal cost.
+The cost is used only to divide weight gradients into pieces of equal cost.
 """
 
 
@@ -71,7 +71,7 @@ class LayerCall:
     def flops(self, gradient: torch.Tensor) -> float:
         """Returns the approximate cost of :meth:`weight_gradients` in FLOPs.
 
-        This default is the cost of a matrix product.
+        The default is the cost of a matmul.
         """
         return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
 
@@ -84,7 +84,7 @@ class LinearCall(LayerCall):
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
         turned: Whether the weight is stored transposed.
-        dtype: Element type in which to compute under autocast; ``None`` to keep the tensors' types.
+        dtype: Dtype in which to compute under autocast; ``None`` to keep the tensors' dtypes.
     """
 
     weight: torch.nn.Parameter
@@ -171,8 +171,8 @@ class EmbeddingCall(LayerCall):
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Adds a microbatch's gradient to ``main_grad`` if the parameter has it, else to ``grad``.
 
-    Autograd and megatron-core's hook use the same tensor and the same operations, so the sums are
-    bit for bit the same as theirs.
+    Autograd and megatron-core's hook use the same tensor and the same operations, so the sums equal
+    their sums bit for bit.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -195,9 +195,9 @@ class _Task(NamedTuple):
 class _Backlog:
     """Lists the weight gradients of one microbatch that are still to be computed.
 
-    They are in the order in which the backward pass reached the layers. A unit is the list of all
-    tasks for one weight: usually one task, and several if several calls
-    share the weight.
+    Weight gradients are listed in the order in which the backward pass reached the layers. A unit
+    is the list of all tasks for one weight: usually one task, and several if several calls share
+    the weight.
     """
 
     microbatch: int
@@ -297,8 +297,9 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Number of units in each piece of the last microbatch, with a key made from its layers and
-        # shapes. A later microbatch with an equal key is divided in the same way.
+        # Number of units in each piece of the last microbatch, with a key made from the number of
+        # units, the number of pieces and a shape. A later microbatch with an equal key is divided
+        # in the same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
@@ -315,7 +316,7 @@ class WeightGradientStore:
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Returns an empty tensor that requires a gradient but never gets one.
+        """Returns an empty tensor that requires a gradient but never gets a gradient.
 
         A call that gets this tensor as an input has a backward pass, even if its other input
         requires no gradient.
@@ -353,7 +354,7 @@ class WeightGradientStore:
     def end(self, *, is_whole: bool) -> None:
         """Ends the context of :meth:`collect`, which calls this method.
 
-        After a failed backward pass, it keeps nothing.
+        If the backward pass failed, its tensors are dropped.
         """
         tasks = self._collected
         self._collected = None
@@ -365,7 +366,7 @@ class WeightGradientStore:
         self._backlog.append(_Backlog(self._last_collected, deque(units.values())))
         if not self._microbatch_bytes:
             tensors = [tensor for task in tasks for tensor in (task.inputs, task.gradient)]
-            # Identify storages by object, not by address: storages without memory share one
+            # Identify storages by object, not by address: all storages without memory have the same
             # address.
             kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self._microbatch_bytes = sum(kept.values())
@@ -385,19 +386,19 @@ class WeightGradientStore:
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one of ``pieces`` parts into which a microbatch's weight gradients are divided.
+        """Computes one of the ``pieces`` pieces of a microbatch's weight gradients.
 
-        The parts take about equal time. The tensors of a part are freed as soon as it is computed.
-        Collective over the tensor-parallel group if layers are sequence-parallel.
+        All pieces take about equal time. A piece's tensors are freed as soon as the piece is
+        computed. Collective over the tensor-parallel group if layers are sequence-parallel.
 
         Args:
-            microbatch: Index of the microbatch, ascending from call to call; its backward pass must
+            microbatch: Index of the microbatch, ascending from call to call. Its backward pass must
                 have run.
-            piece: Index of the part. Parts must be computed in ascending order from 0.
-            pieces: Number of parts, the same for all parts of a microbatch.
+            piece: Index of the piece. Pieces must be computed in ascending order from 0.
+            pieces: Number of pieces, the same in all calls for a microbatch.
 
         Raises:
-            ScheduleError: Another part of the weight gradients must be computed first.
+            ScheduleError: Another piece of the weight gradients must be computed first.
         """
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
@@ -419,7 +420,7 @@ class WeightGradientStore:
         self._backlog.clear()
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
-        """Returns the number of units in each piece; reuses the last result for equal layers."""
+        """Returns the number of units in each piece; reuses the last result if the key is equal."""
         if not units:
             return [0] * pieces
         key = (len(units), pieces, units[0][0].gradient.shape)
@@ -485,10 +486,11 @@ class SplitStages:
             store.active = True
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes a part of the weight gradients that the backward pass (B) has deferred.
+        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
 
         Raises:
-            ScheduleError: Another part must be computed first, or the backward pass defers nothing.
+            ScheduleError: Another piece must be computed first, or the backward passes of this step
+                do not defer weight gradients.
         """
         if self._stores is None:
             raise ScheduleError(
@@ -505,7 +507,7 @@ class SplitStages:
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def finish(self) -> None:
-        """Discards remaining weight gradients at the end of a step, also after an error."""
+        """Discards remaining weight gradients. Called at the end of a step or after an error."""
         for store in self._stores or ():
             store.active = False
             store.clear()
@@ -543,13 +545,14 @@ class _Defer(torch.autograd.Function):
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
     """Returns whether a layer with this store must defer the gradient of ``weight``.
 
-    False if the store is inactive, gradients are off, or the weight is computed from other tensors.
+    Returns False if the store is inactive, if gradients are disabled, or if the weight is computed
+    from other tensors.
     """
     return store.active and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
 def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Runs a call of a layer, and leaves its weight gradient to ``store``.
+    """Runs a call of a layer, and leaves the computation of its weight gradient to ``store``.
 
     Args:
         call: Call to run, with its arithmetic and parameters.

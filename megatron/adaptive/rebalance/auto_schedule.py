@@ -2,7 +2,7 @@
 
 Steps 2 to 4 are measured; step 1 is warm-up. Before step 5, all ranks of all data-parallel replicas
 switch to the schedule with the shortest simulated step. Losses and gradients do not depend on the
-order of actions, so the switch leaves them unchanged.
+order of actions, so the switch does not change them.
 
 With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
 can move, another partition (layers per stage) may be chosen too. In these cases, the training loop
@@ -50,7 +50,7 @@ from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
-"""First and last step to measure; the first step of this process is 1."""
+"""First and last measured step. The first step of this process has number 1."""
 
 
 @dataclass(kw_only=True)
@@ -65,22 +65,24 @@ class Tuner:
         forward_backward: Engine that runs the steps, and switches to the chosen schedule.
         transport: Message channels to the neighbours; ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
-        payload_dtype: Data type of the tensors that are sent between stages.
-        loads: Function that returns the loads of ranks and stages in all measured steps and in each
-            half of them, given the number of microbatches. Collective. ``None`` if neither stages
-            nor layers may move.
-        gain: Minimum fraction of the step time that moving layers must save; ``None`` to move none.
+        payload_dtype: Dtype of the tensors that are sent between stages.
+        loads: Function that takes the number of microbatches. It returns the loads of ranks and
+            stages in all measured steps, in their first half and in their second half. Collective
+            over all ranks. ``None`` if neither stages nor layers may move.
+        gain: Minimum fraction of the step time that moving layers must save; ``None`` to move no
+            layers.
         cap: User's limit on the number of microbatches whose activations a rank holds; ``None`` for
             as many as fit into memory.
         can_turn: Whether another placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
-        attention_share: Attention's part of the time of a forward pass, from 0 to 1; used only if
+        attention_share: Attention's share of the time of a forward pass, from 0 to 1. Used only if
             microbatches are cut into slices.
-        slice_cut: Way in which they are cut.
-        numbers: Numbers of slices to choose from; empty to keep the present number.
+        slice_cut: Way in which microbatches are cut into slices.
+        numbers: Numbers of slices to choose from; empty to keep the current number.
         trial: Times measured earlier with another number of slices; ``None`` if there are none.
-        only_pace: Whether to keep the schedule, and to give it only the measured pace (relative
-            times of messages, B and W). ``hinted`` chooses by it the order that it follows.
+        only_pace: Whether to keep the schedule, and to set only its pace (relative times of
+            messages, B and W) to the measured pace. ``hinted`` uses the pace to choose the order
+            that it follows.
         say: Function that writes a line to the log; it is called on all ranks.
     """
 
@@ -119,10 +121,11 @@ class Tuner:
 
         Returns:
             Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
-            If the number of slices is to be chosen, the first decision is to measure another one.
+            If the number of slices is to be chosen, the first decision is to measure another number
+            of slices.
 
         Raises:
-            TransportError: A neighbour has ended or does not respond.
+            TransportError: A neighbour has exited or does not respond.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -193,14 +196,14 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches a rank may hold with other stages or slices.
+        """Returns how many microbatches a rank may hold under another layout.
 
         Args:
             samples: Measurements of all ranks.
-            partition: Present number of layers of each stage; empty if layers cannot move.
-            number: Number of slices.
-            kind: Placement of the stages.
-            others: Number of layers of each stage.
+            partition: Current number of layers of each stage; empty if layers cannot move.
+            number: Number of slices in the other layout.
+            kind: Placement of the stages in the other layout.
+            others: Number of layers of each stage in the other layout.
         """
         orders = self.forward_backward.orders
         present = orders.placement
@@ -269,7 +272,7 @@ class Tuner:
             return _recut(_without_more(chosen, error), num_slices)
 
     def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
-        """Returns the placements to compare, the present one first."""
+        """Returns the placements to compare, the current placement first."""
         if self.can_turn and present.num_chunks == 2:
             return (present.kind, "loop" if present.kind == "v" else "v")
         return (present.kind,)
@@ -305,9 +308,9 @@ def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
     """Returns the decision if no schedule could be simulated for the chosen number of slices.
 
     Args:
-        chosen: Number of slices, with the fastest schedule of the comparison of numbers; ``None``
-            if there was none.
-        error: Reason why none could be simulated.
+        chosen: Chosen number of slices, with the fastest schedule that was simulated when it was
+            chosen; ``None`` if no number of slices was chosen.
+        error: Reason why no schedule could be simulated.
     """
     if chosen is None:
         return Decision(text=f"auto keeps adaptive: {error}")
@@ -317,11 +320,11 @@ def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
 
 
 def _recut(decision: Decision, present: int) -> Decision:
-    """Returns a decision that builds the run again if its number of slices is not the present one.
+    """Changes a decision so that the run is built again if the number of slices changes.
 
     Args:
         decision: Decision about schedule, placement and layers.
-        present: Present number of slices.
+        present: Current number of slices.
     """
     if decision.move is None and decision.stay is not None and decision.stay.num_slices != present:
         return replace(decision, stay=None, move=decision.stay)
@@ -336,8 +339,8 @@ def memory_of(
     """Measures the memory of this rank between two steps.
 
     Returns:
-        Free memory for activations; activations that a microbatch keeps, by chunk; weights,
-        gradients and optimizer state, by chunk. All values are in bytes.
+        Memory that is free for activations; size of the activations that a microbatch keeps, by
+        chunk; size of weights, gradients and optimizer state, by chunk. All values are in bytes.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

@@ -1,7 +1,7 @@
-"""Judges from measured steps whether layers should move between ranks, and whether a move has paid.
+"""Judges from measured steps whether layers should move between ranks, and whether a move helped.
 
-The trainer and ``Pipeline`` measure their steps and move their layers each in their own way; both
-decide with these functions.
+The trainer and ``Pipeline`` have their own code to measure steps and move layers. Both use the
+functions of this module to decide.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
 _PAYS = 0.01
-"""Minimum fraction of the step time that a move must have saved, or the layers go back."""
+"""Minimum fraction of the step time that a move must have saved. Otherwise the move is undone."""
 
 Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
@@ -49,12 +49,12 @@ Lanes = dict[tuple[ActionKind, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
-    """Holds what a rank has measured since the last decision.
+    """Holds the measurements of a rank since the last decision.
 
     Attributes:
         pp_rank: Pipeline rank.
         steps: Median durations of the rank's actions, one ``Lanes`` per step.
-        spans_s: Duration of each of these steps in seconds.
+        spans_s: Duration of each step in ``steps``, in seconds.
         shares: Fraction of a forward pass that the chunk's layers take, without embedding and loss;
             one per chunk.
         free_bytes: Size of the memory that is free for activations, in bytes.
@@ -96,7 +96,7 @@ class Move(PartitionMove):
         why: Reason for the move, printed in the log.
         before_s: Measured step time before the move, in seconds.
         former: Partition before the move.
-        is_return: Whether the move takes back the one before, which gained nothing.
+        is_return: Whether the move undoes the previous move, because that move gained nothing.
     """
 
     why: str
@@ -106,7 +106,10 @@ class Move(PartitionMove):
 
 
 def trained_bytes(parameter: torch.Tensor) -> int:
-    """Returns the size in bytes of a parameter; if trained, with gradient and optimizer state."""
+    """Returns the size in bytes of a parameter.
+
+    The size of a trained parameter includes its gradient and optimizer state.
+    """
     return parameter.numel() * (
         parameter.element_size() + _OPTIMIZER_BYTES * parameter.requires_grad
     )
@@ -114,11 +117,11 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """Describes what a move has gained.
+    """Holds the conclusions from the measured gain of a move.
 
     Attributes:
-        gain: Minimum fraction of the step time that the next move must promise.
-        way_back: Move that takes the layers back, ``None`` if they stay.
+        gain: Minimum predicted gain of the next move, as a fraction of the step time.
+        way_back: Move that takes the layers back; ``None`` if the layers stay.
     """
 
     gain: float
@@ -169,7 +172,7 @@ def judge(
         candidate: Schedule of the job, with its placement.
         partition: Number of layers per stage.
         num_microbatches: Number of microbatches per step.
-        gain: Minimum fraction of the step time that a move must promise.
+        gain: Minimum predicted gain of a move, as a fraction of the step time.
         least_layers: Minimum number of layers of each stage.
 
     Returns:
@@ -197,7 +200,8 @@ def judge(
             # be predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
-            # A half of the steps shows no such gain, so the slowness may be temporary.
+            # One half of the measured steps predicts a smaller gain, so the slowness may be
+            # temporary.
             return None, False
         return proposed, False
 
@@ -212,7 +216,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Returns a function for which partitions with smaller stages take endlessly long."""
+    """Returns ``step_s``, changed to return infinity if a stage has too few layers."""
 
     def limited(partition: Partition) -> float:
         return step_s(partition) if min(partition) >= least_layers else math.inf
@@ -223,13 +227,13 @@ def _with_least(
 def compare(
     promise: Move, step_s: float, gain: float, least_gain: float, message: Callable[[str], None]
 ) -> MoveOutcome:
-    """Compares the gain of a move with its promise, and logs both.
+    """Compares the measured gain of a move with the predicted gain, and logs both.
 
     Args:
-        promise: Move that was made.
+        promise: Move that was made, with its predicted gain.
         step_s: Step time in seconds, measured since the move.
-        gain: Fraction of the step time that the move had to promise.
-        least_gain: Smallest such fraction, from the settings.
+        gain: Minimum predicted gain that was required of the move, as a fraction of the step time.
+        least_gain: Smallest required gain, from the settings.
         message: Function that writes a line to the log.
     """
     gained = 1 - step_s / promise.before_s
@@ -253,7 +257,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median time in seconds of a step, which lasts as long as on its slowest rank.
+    """Returns the median time of a step in seconds. A step takes the time of its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, by rank.
@@ -270,10 +274,10 @@ def loads_of(
     units: float,
     steps: slice = slice(None),
 ) -> Loads:
-    """Computes the time of a layer on each rank, and that of embedding and loss on each stage.
+    """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
 
-    Of several data-parallel replicas, the slowest is used, because the others wait for it. A rank
-    without layers is assumed to be as fast as the median rank.
+    If there are several data-parallel replicas, uses the slowest, because the others wait for it. A
+    rank without layers is assumed to be as fast as the median rank.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -351,10 +355,11 @@ def _slowest_replicas(
 
 
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
-    """Estimates the time of each kind of layer on each rank, also for kinds not measured there.
+    """Estimates the time of each kind of layer on each rank.
 
-    Layers of the same size are one kind. The model is: time = (time of the kind) x (slowness of the
-    rank). A rank that shares no kind of layer with another rank is assumed to have slowness 1.
+    Also estimates times of kinds that were not measured on a rank. Layers of the same size are one
+    kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank that shares no
+    kind of layer with another rank is assumed to have slowness 1.
 
     Args:
         sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis is
@@ -432,7 +437,7 @@ def _most_layers(
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log that names the slow ranks, or else the rank with most work."""
+    """Returns a clause for the log that names the slow ranks, or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

@@ -5,8 +5,8 @@ it belongs to no layer. The name also contains the tensor-parallel rank and, for
 expert-parallel rank. So the name stays the same when a layer moves to another stage.
 
 A "share" is a range of elements of a tensor that a rank holds. With the distributed optimizer, a
-rank holds only a part of the optimizer state, otherwise all of it. The range depends on the layout
-of the gradient buffers, which changes on every rank that gains or loses a layer::
+rank holds only a part of the optimizer state. Otherwise it holds the whole state. The range depends
+on the layout of the gradient buffers, which changes on every rank that gains or loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lists the state that a rank has before a move and needs after it; all ranks exchange it.
+    """Lists the state that a rank has before a move and needs after it. Every rank gets all tables.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -72,7 +72,7 @@ class Table:
 class Passage:
     """Describes a copy of a range of a share's elements from one rank to another.
 
-    Both ranks may be the same rank.
+    Source and target may be the same rank.
 
     Attributes:
         source: Global rank that holds the elements.
@@ -92,7 +92,7 @@ class Passage:
 def shares_of(
     optimizer: Any, chunks: Sequence[torch.nn.Module], stages: Sequence[int]
 ) -> dict[str, Share]:
-    """Returns this rank's shares by name, with tensors that are views of those in use.
+    """Returns this rank's shares by name. Their tensors are views of the tensors in use.
 
     There is a share for each parameter's weight, and another for its optimizer state if this rank
     holds any part of it.
@@ -130,8 +130,9 @@ def shares_of(
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
     """Returns the chained optimizer that updates each parameter on this rank.
 
-    megatron-core has an optimizer for experts that are distributed over ranks and one for all other
-    parameters. With muon, it has one for matrices and one for all other parameters.
+    megatron-core uses one optimizer for experts that are distributed over ranks and another for all
+    other parameters. With muon, it uses one optimizer for matrices and another for all other
+    parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
     for leaf in leaves:
@@ -213,8 +214,8 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Lists the elements that each rank must get, and the rank that sends them.
 
     Every rank computes the same list from the same tables. Elements come from the target rank
-    itself if it holds them, else from a rank of the same replica, else from any rank. A share whose
-    range does not change on a rank is left out.
+    itself if it holds them. Otherwise they come from a rank of the same replica if possible, and
+    else from any rank. Shares whose range does not change on a rank are not listed.
 
     Args:
         tables: Tables of all ranks, by global rank.
@@ -275,7 +276,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the elements of all passages. Every source and target must call it.
+    """Sends and receives the elements of all passages. Must be called on all sources and targets.
 
     Blocks until all messages from and to this rank have been transferred.
 
@@ -283,7 +284,7 @@ def exchange(
         needed: Passages of all ranks, from :func:`passages`.
         rank: Global rank of this process.
         old: Shares that this rank had before the move.
-        new: Shares to fill; their tensors are allocated already.
+        new: Shares to fill. Their tensors must already be allocated.
         group: Process group of all ranks, with the backend gloo.
 
     Raises:
@@ -319,8 +320,8 @@ def exchange(
         peers = ", ".join(map(str, sorted({*arrived, *leaving})))
         reason = str(error).splitlines()[0]
         raise TransportError(
-            f"rank {rank} could not pass layers from or to rank {peers}: {reason}; the job's state "
-            "is lost: resume it from its last checkpoint"
+            f"rank {rank} could not exchange layers with rank {peers}: {reason}; the job's state "
+            "is lost: resume the job from its last checkpoint"
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):

@@ -1,9 +1,9 @@
 """Distributes each step's microbatches among the data-parallel replicas of a run.
 
 Before a step, every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
-the microbatches' lengths, which all ranks know, and from measured times. For these times, three
-numbers per rank are gathered after each step: the total time of the rank's actions, the same
-weighted by each microbatch's number of tokens, and the same weighted by its squared lengths.
+the microbatches' lengths, which all ranks know, and from measured times. For this, three sums per
+rank are gathered after each step: the total time of the rank's actions, their times weighted by the
+microbatch's number of tokens, and their times weighted by the microbatch's squared lengths.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megatron.adaptive.schedule.action import place_of
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
 
 _TOKEN_PER_PAIR = 12
-"""Cost of a token relative to attention between a pair of tokens, divided by the hidden size.
+"""Factor in the estimated cost of a token.
 
-A token costs as much as attention between 12 x hidden size pairs of tokens.
+A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 """
 
 
 class ReplicaDealing:
     """Assigns the microbatches of each step to replicas, and gathers the steps' times.
 
-    Every rank has such an object. The constructor is collective over all ranks.
+    Every rank has such an object. Constructing it is collective over all ranks.
 
     Args:
         run: Run whose microbatches are assigned.
-        message: Function that writes a line to the log, which is called if the estimated speeds of
-            the replicas change.
+        message: Function that writes a line to the log. It is called if the estimated speeds of the
+            replicas change.
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
@@ -116,9 +116,9 @@ class ReplicaDealing:
         )
 
     def finish(self) -> None:
-        """Waits for times that are being gathered (if any), and updates the replicas' speeds.
+        """Waits for times that are still being gathered, and updates the replicas' speeds.
 
-        Must be called before the run is taken down, because that destroys the process groups.
+        Must be called before the run is taken down, because this destroys the process groups.
         """
         work, self._work = self._work, None
         if work is None:

@@ -8,8 +8,8 @@ memory to memory. The training loop keeps its counters, logs and data loader::
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-Meanwhile, the state is kept on the GPU if the GPU has enough free memory, else in the host's
-memory. Only state that another rank needs is sent. If the placement does not change, process
+Meanwhile, the state is kept on the GPU if the GPU has enough free memory, and otherwise in the
+host's memory. Only state that another rank needs is sent. If the placement does not change, process
 groups, data and schedule are kept.
 """
 
@@ -87,10 +87,11 @@ def move_stages(
     Losses, gradients and checkpoints equal those of a run that had the new stages from the start.
 
     Args:
-        box: List whose only element is the run, which must be between two steps. The list is
-            emptied when the run is taken down, so that the caller keeps no reference to the run.
-        release: Callback that drops all other references to the run, so that its memory is freed
-            before the next run is built. It is not called if a rank lacks memory for the state.
+        box: List whose only element is the run. The run must not be in a step. The list is emptied
+            when the run is taken down, so that the caller keeps no reference to the run.
+        release: Callback that drops all other references to the run, so that the run's memory is
+            freed before the next run is built. It is not called if a rank lacks memory for the
+            state.
         kind: New placement of stages on ranks; ``None`` for the current placement.
         partition: New number of layers per stage; ``None`` for the current partition.
         slices: New number of slices of each sequence; ``None`` for the current number.
@@ -99,7 +100,7 @@ def move_stages(
         New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: A rank lacks memory for the state. Nothing has changed.
+        DeviceMemoryError: A rank lacks memory for the state. The old run continues to exist.
         TransportError: State did not arrive at its new rank, and is lost.
     """
     state = _set_aside(box[0])
@@ -141,7 +142,7 @@ def take_down(run: Run) -> None:
 
     Also drops the tensors that MoE token dispatchers keep from their last microbatch. The autograd
     graph of these tensors refers to the model in a cycle that the garbage collector cannot detect.
-    So the model's memory would otherwise never be freed.
+    If they were kept, the model's memory would never be freed.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -160,8 +161,8 @@ def take_down(run: Run) -> None:
 class _State:
     """Holds the state of a rank's stages while model and optimizer are built again.
 
-    A "chained optimizer" is one of the optimizers that megatron-core combines into one, such as
-    that for experts and that for all other parameters.
+    A "chained optimizer" is one of the optimizers that megatron-core combines into one. An example
+    is the optimizer for experts, besides the optimizer for all other parameters.
 
     Attributes:
         shares: This rank's elements of each parameter, and of its optimizer state, by name.
@@ -177,10 +178,10 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies a rank's state within its GPU, or to the host's memory if the GPU has too little.
+    """Copies a rank's state within its GPU, or to the host if the GPU has too little memory.
 
     Raises:
-        DeviceMemoryError: On some rank, neither has enough free memory.
+        DeviceMemoryError: On some rank, neither the GPU nor the host has enough free memory.
     """
     job = run.job
     leaves = run.optimizer.chained_optimizers
@@ -197,8 +198,8 @@ def _set_aside(run: Run) -> _State:
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
     if short:
         raise DeviceMemoryError(
-            f"weights and optimizer state of rank {short[0]} would wait in the host's memory, "
-            "which has no room for them: start with --pipeline-placement and --partition instead"
+            f"weights and optimizer state of rank {short[0]} do not fit into the host's memory "
+            "during a move: start with --pipeline-placement and --partition instead"
         )
     device = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():

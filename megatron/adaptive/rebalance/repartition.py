@@ -7,8 +7,8 @@ the predicted gain is large enough, all ranks change to that partition at the sa
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
     each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
 
-If a move gains less than half of what was predicted, the gain required for the next one is doubled.
-If it gains nothing, for it was decided on noise, the layers go back.
+If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
+If a move gains nothing, because the decision was based on noise, the layers go back.
 """
 
 from __future__ import annotations
@@ -51,15 +51,18 @@ from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
 _JUDGED_STEPS = 8
-"""Number of steps after which a move that ``auto`` made, or one that follows it, is checked."""
+"""Number of steps after which a move by ``auto`` is checked.
+
+Moves that such a check leads to are checked after the same number of steps.
+"""
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
-    """Returns the job with the partition of the checkpoint that it loads. Collective.
+    """Returns a copy of the job with the partition of the checkpoint that the job loads.
 
-    The job is returned unchanged without ``--repartition auto``, without a checkpoint to load, or
-    if the checkpoint has another number of pipeline ranks, chunks or layers. A checkpoint that
-    cannot be read is ignored here, because loading it later reports the error.
+    Returns the job itself without ``--repartition auto``, without a checkpoint to load, or if the
+    checkpoint has another number of pipeline ranks, chunks or layers. A checkpoint that cannot be
+    read is ignored here, because loading it later reports the error. Collective over all ranks.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -110,7 +113,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure a run that has just been built, or built again after a move."""
+        """Starts to measure a run that has just been built, for the first time or after a move."""
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
@@ -139,11 +142,13 @@ class Repartitioner:
 
     @property
     def is_needed(self) -> bool:
-        """Returns whether layers may move later, or a move is still to be judged."""
+        """Returns whether layers may move later, or the last move has not been checked yet."""
         return self._may_move or self._promise is not None
 
     def promise_of(self, decision: Decision) -> Move | None:
-        """Returns the move of layers that ``auto`` has decided on, to compare it later. Collective.
+        """Returns the move of layers that ``auto`` has decided on, for a later check.
+
+        Collective over all ranks.
 
         Args:
             decision: Decision, equal on all ranks.
@@ -167,8 +172,8 @@ class Repartitioner:
     def expect(self, promise: Move, run: Run) -> None:
         """Starts to measure a run that ``auto`` has built again, to check its move of layers.
 
-        What slowed a rank in the first steps may have passed since. Then layers move again, and
-        each move is checked, until a check moves nothing.
+        The cause that slowed a rank in the first steps may have disappeared since. Then layers move
+        again, and each move is checked, until a check moves no layers.
 
         Args:
             promise: Move that was made.
@@ -184,9 +189,9 @@ class Repartitioner:
         self._share.begin()
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Move | None:
-        """Adds the times of a training step; at the end of an interval, decides about a move.
+        """Adds the times of a training step. At the end of an interval, decides about a move.
 
-        At the end of an interval, the call is collective over all ranks.
+        The call at the end of an interval is collective over all ranks.
 
         Args:
             times: Durations of this rank's actions in the step, and of the step itself.
@@ -243,13 +248,14 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> Move | None:
-        """After a move, logs the measured and the predicted gain, and sets the gain required next.
+        """Logs measured and predicted gain of the last move; sets the required gain of the next.
 
         Args:
             step_s: Step time in seconds, measured since the move.
 
         Returns:
-            Move that takes it back; ``None`` without a move, or if it made steps faster.
+            Move that undoes the last move. ``None`` if there was no move, or if the move made steps
+            faster.
         """
         promise, self._promise = self._promise, None
         if promise is None:
@@ -307,8 +313,8 @@ def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
 def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
     """Starts to measure the fraction of a forward pass that the layers of each chunk take.
 
-    Chunks with an embedding or a loss are measured, because in all others the fraction is 1. Chunks
-    whose layers differ in size are also measured, layer by layer.
+    Only chunks with an embedding or a loss are measured, because in other chunks the fraction is 1.
+    Chunks whose layers differ in size are also measured, layer by layer.
     """
     chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
     unlike = {
@@ -335,11 +341,12 @@ def make_tuner(
 
     Args:
         run: Run to measure.
-        layers: Object that measures the layers, ``None`` if neither stages nor layers may move.
+        layers: Object that measures the layers; ``None`` if neither stages nor layers may move.
         say: Function that writes a line to the log.
-        numbers: Numbers of slices to choose from; empty to keep the present number.
+        numbers: Numbers of slices to choose from; empty to keep the current number.
         trial: Times measured earlier with another number of slices; ``None`` if there are none.
-        only_pace: Whether the schedule stays, and gets only the measured relative times.
+        only_pace: Whether to keep the schedule, and to give it only the measured pace (see
+            :class:`Tuner`).
     """
     config = run.job.config
     settings = config.schedule

@@ -1,4 +1,4 @@
-"""Limits the time that one rank may take to choose while all other ranks wait for it."""
+"""Limits the time that one rank may take for a decision while all other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LIMIT_S = 60.0
 """Maximum time in seconds that all ranks wait while rank 0 chooses a schedule or partition."""
 
 SIMULATED_OF_LIMIT = 0.75
-"""Fraction of the time limit that simulations may use; then the best one so far is chosen."""
+"""Fraction of the time limit after which simulations stop and the best result so far is chosen."""
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     """Runs a function in a thread, and waits for its result for a limited time.
 
-    The function cannot be stopped. After the limit, its thread continues in the background, and its
-    result or exception is dropped.
+    The function cannot be stopped. After the time limit, its thread continues in the background,
+    and its result or exception is dropped.
 
     Args:
         limit_s: Maximum time to wait, in seconds.

@@ -45,9 +45,9 @@ class Action:
         chunk: Index of the chunk on its rank, from 0.
         microbatch: Index of the microbatch in the batch, from 0. With sequence slices, index of the
             slice, counted through all microbatches (see ``rank_kernel``).
-        piece: Index of the part of a weight gradient (W), from 0; always 0 for F and B.
-        paired: Whether a fixed order starts the next action together with this one, so that one
-            computes while the other communicates. Equality and hash ignore this field.
+        piece: Index of a W within its weight gradient, from 0; always 0 for F and B.
+        paired: Whether a static schedule starts this action and the next action together, so that
+            one computes while the other communicates. Equality and hash ignore this field.
     """
 
     kind: ActionKind
@@ -56,8 +56,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # Written by hand because these methods are called often: those that dataclass generates build a
-    # tuple of all fields for each call.
+    # These methods are written by hand because they are called often. The methods that dataclass
+    # generates build a tuple of all fields for each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -77,25 +77,25 @@ class Action:
         return self.label()
 
     def label(self, num_slices: SliceCounts = 1) -> str:
-        """Returns the action as people read it, such as ``F0-3``.
+        """Returns the label of the action in logs and drawings, such as ``F0-3``.
 
         Args:
-            num_slices: Number of slices of each microbatch. If there are any, the microbatch and
-                its slice are shown, as in ``F0-3.5``.
+            num_slices: Number of slices of each microbatch. If microbatches have several slices,
+                the label names microbatch and slice, as in ``F0-3.5``.
         """
         name = f"{self.kind}{self.chunk}-{item_label(self.microbatch, num_slices)}"
         return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch: one number for all of them, or the number of each.
+"""Number of slices of each microbatch: one number for all microbatches, or a tuple of numbers.
 
 A number of 1 stands for whole microbatches.
 """
 
 
 class SlicePlace(NamedTuple):
-    """Position of an item in its microbatch.
+    """Position of an item (a slice, or a whole microbatch) in its microbatch.
 
     Attributes:
         microbatch: Index of the microbatch.
@@ -110,7 +110,7 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of items up to the end of each microbatch."""
+    """Returns for each microbatch the number of items up to its end, from the start of the step."""
     return tuple(itertools.accumulate(counts))
 
 
@@ -125,7 +125,7 @@ def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
 
 
 def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
-    """Returns the number of items of a step, which are the slices of all microbatches."""
+    """Returns the number of items of a step: the slices of all microbatches together."""
     if isinstance(num_slices, int):
         return num_microbatches * num_slices
     return sum(num_slices)
@@ -182,17 +182,17 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the item whose slice has the same distance from the other end of its microbatch.
+    """Returns the mirrored item: of three slices of a microbatch, slice 2 for 0, 1 for 1, 0 for 2.
 
-    A chunk runs its B and W in this order, see ``rank_kernel``: as number j the item
-    ``mirrored(j, num_slices)``. The function is its own inverse.
+    A chunk runs its B and W in this reversed order (see ``rank_kernel``): its B with index j works
+    on the item ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
 
 
 def item_label(item: int, num_slices: SliceCounts) -> str:
-    """Returns an item as people read it: ``3`` for a microbatch, ``3.5`` for a slice of it."""
+    """Returns an item's label: ``3`` for a whole microbatch, ``3.5`` for its slice 5."""
     if num_slices == 1:
         return str(item)
     microbatch, part, _ = place_of(item, num_slices)

@@ -12,9 +12,9 @@ path is on ranks 1, 0 and 1 again:
 Only a move of an action within its block can shorten the step. Each try chooses a random action of
 the path, and either moves it to one end of its block or swaps it with a neighbour. The change is
 kept if the step does not become longer. Otherwise it is kept with a probability that falls with the
-increase in step time and with the number of tries. The best order of all is returned. This takes
-tens of thousands of tries. Large pipelines would take too long and have less to gain, so their
-schedules are not changed.
+increase in step time and with the number of tries so far. The result is the best order found. This
+takes tens of thousands of tries. For large pipelines these would take too long and gain less, so
+the schedules of large pipelines are not changed.
 
 Microbatches ascend within each stage, as everywhere in this package, and memory stays within the
 cap. All numbers are integers and the random sequence is fixed. So equal arguments give the same
@@ -49,9 +49,12 @@ VISITS = 500_000_000
 This takes about a second.
 """
 LEAST_ORDERS = 40_000
-"""Minimum number of tries. If ``VISITS`` allows fewer, the schedule is not annealed."""
+"""Minimum number of random changes to try.
+
+If ``VISITS`` allows fewer tries, the schedule is not annealed.
+"""
 MOST_ORDERS = 200_000
-"""Maximum number of tries."""
+"""Maximum number of random changes to try."""
 HEAT = 2
 """Maximum increase in step time that is accepted at first, divided by an action's mean duration."""
 
@@ -186,7 +189,8 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
     """Returns the index nearest to ``to`` to which an action can move.
 
-    The action must not pass another one of its own kind and chunk, so that microbatches ascend.
+    The action must not pass another action of the same kind and chunk, so that microbatches stay in
+    ascending order.
     """
     lane = o.lanes[o.rows[rank, index]]
     way = 1 if to > index else -1

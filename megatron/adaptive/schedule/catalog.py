@@ -1,9 +1,9 @@
 """Finds schedules and run-time scheduling rules by name, with the settings to run them.
 
-Makes the checks that all schedules share. Chooses the settings with which a named schedule runs on
-a pipeline: placement of stages, number of parts of weight gradients, and limit on activations
+Checks what all schedules require. Chooses the settings with which a named schedule runs on a
+pipeline: placement of stages, number of W actions per weight gradient, and limit on activations
 (cap). Chooses the order that the rule ``hinted`` follows (its hint). ``config.schedule_specs``
-lists the names, with the function of each:
+lists each name with its function:
 
 - The function of a fixed (static) schedule takes the placement of the stages and the number of
   microbatches. It returns the list of actions of each rank.
@@ -52,16 +52,16 @@ Users cannot select this name. Steps with another number of microbatches run ``h
 _COMPILED_FROM = 20_000
 """Number of actions above which compiling the simulation saves time.
 
-Where the machine code is loaded already, a simulation of any length runs with it.
+If this process has already loaded the compiled code, it uses the code for shorter simulations too.
 """
 Pace = tuple[float, float, float]
 """Times of a message, of B and of W, relative to the time of a stage's forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
 """Pace if messages take no time, and F, B and W take equally long."""
 DEFAULT_PIECES = 4
-"""Default number of parts of a weight gradient under a run-time rule.
+"""Default number of W actions (pieces) per weight gradient under a run-time rule.
 
-A part is short enough to run while the rank waits for a message.
+A piece is short enough to run while the rank waits for a message.
 """
 
 
@@ -115,7 +115,7 @@ class Candidate:
 
         Args:
             num_microbatches: Number of microbatches per step.
-            num_slices: Number of slices of each microbatch, if it differs between them.
+            num_slices: Number of slices of each microbatch; ``None`` for ``self.num_slices``.
 
         Raises:
             ScheduleError: The name is unknown, or the schedule does not suit the placement or the
@@ -199,7 +199,9 @@ def make_candidate(
     weight_pieces: int | None = None,
     num_slices: int = 1,
 ) -> Candidate:
-    """Returns a schedule or rule with its settings for a pipeline, defaults filled in.
+    """Returns a schedule or rule with its settings for a pipeline.
+
+    Arguments that are ``None`` get their default values.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -245,7 +247,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def is_rule(name: str) -> bool:
-    """Returns whether the name is that of a rule, which chooses actions at run time.
+    """Returns whether a schedule is a rule, which chooses actions at run time.
 
     Raises:
         ScheduleError: There is no static schedule or rule of this name.
@@ -254,7 +256,7 @@ def is_rule(name: str) -> bool:
 
 
 def _spec_of(name: str) -> ScheduleSpec:
-    """Returns the ScheduleSpec of a static schedule or of a run-time scheduling rule."""
+    """Returns the ScheduleSpec of a static schedule or run-time rule."""
     spec = _find_spec(name)
     if spec is None or spec.kind not in ("fixed", "rule"):
         raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
@@ -423,7 +425,8 @@ def _orders_of_unequal(
     """Returns a static schedule of microbatches with different numbers of slices.
 
     Raises:
-        ScheduleError: The schedule is not that of evaluations, which runs slices as they come.
+        ScheduleError: The schedule is not the one for evaluations. No other static schedule accepts
+            different numbers of slices.
     """
     spec = _spec_of(name)
     if spec.is_selectable:
@@ -443,12 +446,13 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    If the usual static schedule stays within the cap and is known to be best, it is returned. The
-    best schedule is not known if there are few microbatches, or if a loop has no memory to spare.
-    Otherwise, the candidates are all static schedules within the cap, and the orders in which
-    ``adaptive`` runs simulated steps with and without chunk shares. The candidate with which
-    ``hinted`` is fastest is returned, simulated for equal stages with this pace. With slices, the
-    best schedule is never known, and all slices are assumed to take equally long.
+    Returns the usual static schedule if it stays within the cap and is known to be best. That is
+    not known if there are few microbatches, if a loop has no memory to spare, or with slices.
+
+    Otherwise simulates steps of equal stages with this pace, under ``hinted`` with different hints,
+    and returns the hint of the shortest step. The hints are all static schedules within the cap,
+    and the orders that ``adaptive`` produces with and without chunk shares. All slices are assumed
+    to take equally long.
 
     Args:
         placement: Assignment of pipeline stages to ranks.

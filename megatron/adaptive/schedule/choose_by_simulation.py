@@ -1,4 +1,4 @@
-"""Chooses the schedule for ``auto``: the one that is fastest in simulations of this job.
+"""Chooses the schedule for ``auto``: the fastest schedule in simulations of this job.
 
 Makes the list of candidates, simulates each several times with the same action times, and chooses
 one. The times are measured in the first steps, and ``rebalance`` provides them. The command
@@ -50,7 +50,7 @@ Random differences between actions then average out.
 GAIN = 0.005
 """Minimum relative gain of a run-time rule over the best static schedule for choosing the rule.
 
-It is about the error of a simulation.
+It equals the approximate error of a simulation.
 """
 
 
@@ -111,7 +111,7 @@ def candidates(
     also: Sequence[str] = (),
     num_slices: int = 1,
 ) -> list[Candidate]:
-    """Returns the schedules and run-time rules that can run without moving the model's layers.
+    """Returns schedules and run-time rules that can run while the model's layers stay in place.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -257,14 +257,14 @@ def evaluate(
         num_microbatches: Number of microbatches per step.
         profile: Measured times of stages. Their number is a multiple of the candidate's number of
             stages.
-        seeds: Random seeds, one per simulated step. One suffices if the profile's times do not
+        seeds: Random seeds, one per simulated step. One seed suffices if the profile's times do not
             vary.
 
     Raises:
         ScheduleError: The candidate cannot run on this pipeline.
     """
     if not seeds:
-        raise ScheduleError("no seeds: give at least one draw to simulate")
+        raise ScheduleError("no seeds: pass at least one seed to simulate")
     policies = candidate.policies(num_microbatches)
     results = []
     for seed in seeds:
@@ -303,8 +303,8 @@ def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
 
     Args:
         profile: Times of whole microbatches.
-        num_slices: Number of slices of each microbatch. A message has one slice, and takes its time
-            relative to F of a whole microbatch.
+        num_slices: Number of slices of each microbatch. A message carries one slice; its time is
+            still relative to F of a whole microbatch.
     """
     times = profile.times
     forward_s = statistics.fmean(times.forward_s)
@@ -333,7 +333,8 @@ def _annealed(
 ) -> list[Candidate]:
     """Returns candidates whose order was improved by simulated annealing.
 
-    Annealing uses the mean times, and starts from the candidate that is fastest with them.
+    Annealing uses the mean times, and starts from the candidate that is fastest with the mean
+    times.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

@@ -1,13 +1,14 @@
 """Chooses the number of slices of each sequence by simulation, for ``--sequence-slices auto``.
 
-The first steps run with two numbers of slices, such as 8 and 4. With n slices, the work of a stage
-on a microbatch takes ``whole + (n - 1) * added``. Two measurements determine both::
+The first steps run with two numbers of slices, such as 8 and 4. With n slices, a stage takes
+``whole + (n - 1) * added`` for a microbatch. Here ``whole`` is the time without slices, and
+``added`` the extra time of each further slice. Two measurements determine both::
 
     measured    8 slices  2.14 s       added = (2.14 - 2.06) / 4 = 0.02 s for each further slice
                 4 slices  2.06 s       whole = 2.06 - 3 * 0.02   = 2.00 s
 
-With these times, steps with other numbers of slices are simulated. Of numbers whose steps take
-about equally long, the smallest is chosen.
+With these times, steps with other numbers of slices are simulated. The number with the shortest
+step is chosen. If several numbers give nearly the same step time, the smallest of them is chosen.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
-"""Minimum share of a measured time that counts as the work itself. Noise may make the time that
-slices add look longer than the measured time."""
+"""Minimum share of a measured time that is attributed to the unsliced work. Without this limit,
+noise could make the time that slices add exceed the measured time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTrial:
-    """Holds times that were measured with one number of slices.
+    """Holds the times that were measured with a certain number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage: sums over its slices.
+        times: Times of a whole microbatch on each stage, summed over the slices.
     """
 
     num_slices: int
@@ -44,11 +45,11 @@ class SliceTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTrial:
-    """Decision to measure steps with another number of slices, for all ranks.
+    """Holds the decision that all ranks measure steps with another number of slices.
 
     Attributes:
         text: Decision as a line for the log.
-        trial: Times measured until now.
+        trial: Times measured with the number of slices before this decision.
         num_slices: Number of slices to measure next.
     """
 
@@ -62,9 +63,9 @@ class SliceChoice:
     """Holds the chosen number of slices.
 
     Attributes:
-        num_slices: Number of slices.
-        schedule: Fastest schedule with this number.
-        text: Simulated steps with each number, as a part of a line for the log.
+        num_slices: Number of slices of each microbatch.
+        schedule: Fastest schedule with this number of slices.
+        text: Simulated step time with each number of slices, for use in a log line.
     """
 
     num_slices: int
@@ -73,9 +74,9 @@ class SliceChoice:
 
 
 def added_s(first: SliceTrial, second: SliceTrial) -> float:
-    """Returns the time that a further slice adds to a forward pass and to a backward pass.
+    """Returns the time that each further slice adds to a forward pass and to a backward pass.
 
-    It is the mean over all stages, in seconds, and at least 0.
+    The time is the mean over all stages and over both passes, in seconds, and at least 0.
 
     Args:
         first: Times with one number of slices.
@@ -90,12 +91,14 @@ def added_s(first: SliceTrial, second: SliceTrial) -> float:
 
 
 def _rows(times: StageTimes) -> list[tuple[float, ...]]:
-    """Returns the times of F, B and W that were measured, each by stage."""
+    """Returns the measured times of F, B and W, each as one tuple with an entry per stage."""
     return [row for row in (times.forward_s, times.backward_s, times.weight_s) if row]
 
 
 def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
-    """Returns a profile with the times of whole microbatches, and of what each slice adds.
+    """Returns a copy of a profile with the cost of slicing split off from the stage times.
+
+    The copy has the times of whole microbatches, and separately the time that each slice adds.
 
     Args:
         profile: Profile measured with slices.
@@ -113,13 +116,15 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 
 
 def memory_factor(num_slices: int, measured: int) -> float:
-    """Returns the most that a microbatch keeps in another number of slices, relative to measured.
+    """Returns an upper bound of a microbatch's activation memory, relative to the measured memory.
 
-    Without a kernel for attention, a slice keeps its scores with earlier tokens. So n slices keep
-    ``(1 + 1 / n) / 2`` of all scores. Of other activations they keep as much as without slices.
+    The bound is for another number of slices than that of the measurement. Without a fused
+    attention kernel, a slice keeps its attention scores with all earlier tokens. So n slices keep
+    ``(1 + 1 / n) / 2`` of the scores of a whole sequence. The memory of other activations does not
+    depend on the number of slices.
 
     Args:
-        num_slices: Number of slices.
+        num_slices: Number of slices for which memory is predicted.
         measured: Number of slices during the measurement.
     """
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
@@ -128,16 +133,17 @@ def memory_factor(num_slices: int, measured: int) -> float:
 def choose_number(
     numbers: Sequence[int], choose_for: Callable[[int], ScheduleChoice], until_s: float
 ) -> SliceChoice:
-    """Chooses the number of slices whose fastest schedule takes the least time.
+    """Chooses the number of slices whose fastest schedule has the shortest simulated step.
 
     Args:
-        numbers: Numbers of slices to simulate; the first one is always simulated.
+        numbers: Numbers of slices to simulate. The first number is simulated even after
+            ``until_s``.
         choose_for: Function that chooses the fastest schedule for a number of slices. It raises
             ``ScheduleError`` if none fits into memory.
         until_s: Value of ``time.monotonic`` after which no more numbers are simulated.
 
     Raises:
-        ScheduleError: No number fits into memory.
+        ScheduleError: No schedule fits into memory with any of the numbers.
     """
     schedules: dict[int, ScheduleChoice] = {}
     for number in numbers:
@@ -159,6 +165,13 @@ def choose_number(
 
 
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
-    """Returns the work of all stages without what slices add, relative to the measured time."""
+    """Returns the times without the cost of slicing, divided by the measured times.
+
+    Both are sums over all stages and kinds of action.
+
+    Args:
+        whole: Times without the cost of slicing.
+        measured: Times measured with slices.
+    """
     sums = [sum(map(sum, _rows(times))) for times in (whole, measured)]
     return sums[0] / sums[1] if sums[1] else 1.0

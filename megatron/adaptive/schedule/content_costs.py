@@ -1,7 +1,8 @@
 """Predicts how long each stage works on a microbatch, from numbers that describe its content.
 
-The numbers are for example the elements of each batch entry (see ``modules/content.py``). The time
-of a microbatch on a stage is a sum of such numbers, each times a factor that is not negative::
+Such a number is, for example, the number of elements in an entry of the batch (see
+``modules/content.py``). The time of a microbatch on a stage is the sum of these numbers, each
+multiplied by a factor of at least 0::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
@@ -23,7 +24,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 _REMEMBERED = 0.9
 """Factor by which each new step reduces the weight of older steps."""
 _SWEEPS = 60
-"""Number of times that a fit adjusts all factors, one after the other."""
+"""Number of passes over all factors in a fit. A pass adjusts one factor after the other."""
 
 Numbers = tuple[float, ...]
 """Numbers that describe the content of a microbatch, none of them negative."""
@@ -58,10 +59,10 @@ class StageFit:
     """Fits the cost of microbatches on one stage to their content.
 
     Args:
-        count: Number of numbers that describe the content of a microbatch.
+        count: Length of the tuple of numbers that describes the content of a microbatch.
 
     Attributes:
-        factors: Cost of one unit of each number.
+        factors: Cost of one unit of each number in that tuple.
     """
 
     def __init__(self, count: int) -> None:
@@ -83,16 +84,16 @@ class StageFit:
         ]
 
     def fit(self, start: Collection[int] = ()) -> None:
-        """Sets the factors to values that fit the sums best.
+        """Sets the factors to the values of at least 0 that fit the sums best.
 
-        At first some numbers explain the same share of the cost each. Then each factor in turn gets
-        its best value that is not negative, with the others fixed. So numbers that always grow
-        together, such as those of ``input_ids`` and ``labels``, share the cost. If one microbatch
-        is all that is known, these numbers explain a part of the cost each.
+        The fit starts with the cost divided equally among the numbers in ``start``. Then it sets
+        one factor after the other to its best value, with the other factors fixed. So numbers that
+        always grow together, such as those of ``input_ids`` and ``labels``, share the cost. After
+        only one microbatch, the numbers in ``start`` share its cost.
 
         Args:
-            start: Indices of the numbers that explain the cost at first. Empty, or of unused
-                numbers only, for all.
+            start: Indices of the numbers that share the cost when the fit starts. All numbers share
+                it if this is empty, or has only numbers that were 0 in every microbatch.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -120,24 +121,31 @@ class StageFit:
             self.factors[index] = value / scales[index]
 
     def is_used(self, index: int) -> bool:
-        """Returns whether a number of a microbatch in the sums is not 0.
+        """Returns whether a number was above 0 in any microbatch that was added.
 
         Args:
-            index: Index of the number.
+            index: Index of the number in the tuple that describes a microbatch.
         """
         count = len(self.factors)
         return self._squares[index * count - index * (index - 1) // 2] > 0
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of the microbatches in the sums, whose last number is always 1."""
+        """Returns the mean cost of the microbatches that were added.
+
+        The last number of each microbatch must be 1.
+        """
         return self._products[-1] / self._squares[-1] if self._squares[-1] else 0.0
 
     @property
     def mean_numbers(self) -> Numbers:
-        """Returns the mean numbers of the microbatches in the sums, whose last one is always 1."""
+        """Returns the mean of each number over the microbatches that were added.
+
+        The last number of each microbatch must be 1.
+        """
         count = len(self.factors)
-        # Each row of the upper triangle ends with the products by the last number.
+        # Each row of the upper triangle ends with the products with the last number, which is 1. So
+        # these products are the sums of the numbers.
         ends = itertools.accumulate(range(count, 0, -1))
         return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
 
@@ -148,12 +156,12 @@ class ContentCosts:
     Args:
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
-        segments: Fit of each segment's counted work.
+        segments: Cost of each segment in counted work, not in measured time.
 
     Attributes:
-        stages: Fit of each stage.
-        count: Number of numbers that describe the content of a microbatch.
-        num_sums: Number of sums that a rank measures in a step.
+        stages: Fit of each stage to measured times.
+        count: Length of the tuple of numbers that describes the content of a microbatch.
+        num_sums: Length of the list that :meth:`measured` returns.
     """
 
     def __init__(
@@ -172,9 +180,9 @@ class ContentCosts:
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:
-        """Returns the mean cost of each segment for the content of the steps so far.
+        """Returns the mean cost of each segment, over the microbatches of the steps so far.
 
-        The mean cost of a stage is divided among its segments by their predicted work.
+        The mean cost of a stage is divided among its segments in proportion to their counted work.
         """
         costs: list[float] = []
         for stage, members in zip(self.stages, self._segments, strict=True):
@@ -187,7 +195,7 @@ class ContentCosts:
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
     ) -> list[float]:
-        """Returns a rank's sums of a step, which :meth:`add` takes.
+        """Returns the sums of one rank for a step, as :meth:`add` expects them.
 
         Args:
             rows: Numbers of each microbatch of the rank, in the order in which they ran.
@@ -202,10 +210,10 @@ class ContentCosts:
         return sums
 
     def add(self, sums_at: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        """Adds the sums of a step.
+        """Adds the sums of all ranks for a step.
 
         Args:
-            sums_at: Sums of each rank, by replica and position in the pipeline.
+            sums_at: Result of :meth:`measured` on each rank, by replica and pipeline rank.
         """
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):
@@ -217,10 +225,11 @@ class ContentCosts:
             fit.add(list(map(sum, squares)), list(map(sum, products)))
 
     def fit(self) -> None:
-        """Sets the factors of all stages to values that fit their sums best.
+        """Sets the factors of all stages to the values that fit their sums best.
 
-        Numbers that were 0 in all steps so far keep the counted work of the stage's segments, in
-        seconds. Otherwise microbatches of a new kind would cost nothing.
+        A number that was 0 in all steps so far cannot be fitted. Its factor is computed from the
+        counted work of the stage's segments, converted to seconds, because with a factor of 0
+        microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

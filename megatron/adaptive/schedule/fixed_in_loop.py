@@ -97,7 +97,7 @@ All ranks have the same list of actions. An action's input comes from the same p
 rank's list or, between two chunks, from an earlier position. So there is no deadlock. Groups keep
 every rank busy, and at most one group of stage inputs must be stored between chunks.
 
-Deviation of the last three from their papers: backward passes run in ascending order of
+Deviation of GPipe and breadth-first from their papers: backward passes run in ascending order of
 microbatches, as everywhere in this package, not in descending order.
 
 **varuna**: every rank prefers backward passes and fills waits with forward passes. It is made for
@@ -218,7 +218,10 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B, in the order of the B. On rank r, a W runs r backward passes later."""
+    """Adds a W for each B, in the order of the B.
+
+    On rank r, the W of a microbatch runs r backward passes after its B.
+    """
     orders = []
     for lag, of_rank in enumerate(plain):
         order: list[Action] = []
@@ -252,7 +255,7 @@ def interleaved(
             pass.
 
     Raises:
-        ScheduleError: An argument breaks one of these conditions.
+        ScheduleError: The number of microbatches or the group size breaks a condition above.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     size = ranks if group_size is None else group_size
@@ -327,7 +330,7 @@ def forward_only(
 ) -> tuple[Order, ...]:
     """Returns each rank's actions in an evaluation, which has only forward passes.
 
-    With slices, they take the place of microbatches in the groups.
+    With slices, the groups consist of slices instead of microbatches.
     """
     ranks = placement.num_ranks
     num_items = item_count(num_microbatches, num_slices)

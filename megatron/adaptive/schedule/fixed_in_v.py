@@ -30,9 +30,9 @@ B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
 Rank r of p warms up with ``2 * (p - r - 1)`` forward passes of chunk 0, alternates forward passes
 of both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. Then the B
-without a partner follow. The W of their later half run at the end, so that gradients reach earlier
-stages fast.
+alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. Then come
+the B actions that have no F as partner. The W of the later half of these B run at the end of the
+step, so that gradients reach earlier stages fast.
 
 In the source, a backward pass of the steady phase includes its weight gradients. Here W follows
 directly after the pair, because weight gradients need no communication.
@@ -146,9 +146,9 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Returns the actions that texts such as ``F0`` stand for, with microbatches counted from 0.
+    """Converts texts such as ``F0`` into actions, with microbatches counted from 0.
 
-    Actions of microbatches that the step does not have are left out.
+    Actions of microbatches that the step does not have are skipped.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -173,8 +173,8 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns each rank's actions under V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady part repeats. So construct the order for few microbatches, and then repeat its
-    # steady part.
+    # The steady part is periodic. So construct the order for a few microbatches only, and then
+    # repeat its steady part.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))

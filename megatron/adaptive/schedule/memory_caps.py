@@ -117,7 +117,8 @@ def chunk_shares(
         placement: Assignment of pipeline stages to ranks.
         rank: Position of the rank in the pipeline.
         cap: Limit on activations held, in microbatches in all chunks of the rank.
-        num_slices: Number of slices of each microbatch. If there are any, shares count slices.
+        num_slices: Number of slices of each microbatch. If microbatches have several slices, shares
+            count slices.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
@@ -135,10 +136,10 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
 
     The unit is a whole-rank microbatch: one microbatch in all chunks of the rank.
 
-    It is 1.5 times what the best static schedule holds on its first rank, rounded up to a whole
-    chunk. That schedule is 1F1B with one chunk, interleaved 1F1B with several chunks in a loop, and
-    ZB-V in a V. The extra half lets a rank continue with a forward pass while the input of its next
-    backward pass is late.
+    The default is 1.5 times the activations that the best static schedule holds on its first rank,
+    rounded up to a whole chunk. The best static schedule is 1F1B with one chunk, interleaved 1F1B
+    with several chunks in a loop, and ZB-V in a V. The extra half lets a rank continue with a
+    forward pass while the input of its next backward pass is late.
 
     The result is between 1 (the minimum cap) and ``num_microbatches``, above which a cap has no
     effect. A pipeline of one rank never waits, so it gets the minimum.
@@ -146,10 +147,10 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        num_slices: Number of slices of each microbatch. A static order of slices holds as many
-            slices as one of whole microbatches holds microbatches, and the other slices of the
-            microbatch whose backward pass is next. With slices, the result is at least half of what
-            a static order of whole microbatches holds.
+        num_slices: Number of slices of each microbatch. If a static order of whole microbatches
+            holds k microbatches, the same order of slices holds k slices, plus the other slices of
+            the microbatch whose backward pass is next. With slices, the result is at least half of
+            what a static order of whole microbatches holds.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:

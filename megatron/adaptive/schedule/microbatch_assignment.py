@@ -1,4 +1,4 @@
-"""Assigns the microbatches of a step to data-parallel replicas so that all take equally long.
+"""Assigns microbatches to data-parallel replicas so that all replicas take equally long.
 
 The microbatches of the step do not change; only the replica that works on each is chosen::
 
@@ -137,7 +137,11 @@ class CostFit:
         self._products = [0.0] * 3
 
     def cost(self, sums: Sequence[float]) -> float:
-        """Returns the cost of work, given its sums of microbatches, tokens and squared lengths."""
+        """Returns the cost of a set of microbatches.
+
+        Args:
+            sums: Number of microbatches, their tokens, and their sum of squared lengths.
+        """
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
@@ -148,7 +152,7 @@ class CostFit:
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
         """Adds the sizes and times of a rank's microbatches in a step.
 
-        Only the ratios between times have an influence, not the pace of the rank.
+        Times are scaled before they are added, so the pace of the rank has no influence.
         """
         if measured[0] <= 0:
             return
@@ -183,7 +187,7 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Keep the unit of the costs, so that new paces are comparable with those measured before.
+        # Keep the unit of the costs, so that new paces are comparable with earlier paces.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
@@ -310,7 +314,7 @@ class Dealer:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Returns each replica's time for the same work, divided by that of the fastest replica."""
+        """Returns each replica's time for the same work, divided by the fastest replica's time."""
         sums = [sum(sizes) for sizes in zip(*(s for _, s in self._past[-1].values()), strict=True)]
         each = [self._slowest(replica, sums)[0] for replica in range(self._replicas)]
         return tuple(seconds / min(each) for seconds in each)
@@ -325,7 +329,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that a replica's slowest rank takes for some work, and that rank.
+        """Returns the time that a replica's slowest rank takes for given work, and that rank.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
@@ -339,7 +343,7 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Adopts the paces of the last steps, if they differ enough from those in use.
+        """Adopts the paces of the last steps, if they differ enough from the paces in use.
 
         Returns:
             One line for the log if the change is large, else ``None``.

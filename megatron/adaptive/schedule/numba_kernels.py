@@ -1,8 +1,8 @@
 """Builds the simulator's event loop, in plain Python or compiled with numba.
 
-The functions of ``rank_kernel``, ``runtime_rules`` and ``simulator`` are written so that both are
-possible. numba caches compiled code on disk. The cached name contains a hash of the source code, so
-that outdated compiled code is never used after a change.
+The functions of ``rank_kernel``, ``runtime_rules`` and ``simulator`` run as plain Python and can
+also be compiled. numba caches compiled code on disk. The name in the cache contains a hash of the
+source code, so that compiled code of an older source is never used.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def is_known(rule: Rule) -> bool:
 
 
 def is_loaded(rule: Rule) -> bool:
-    """Returns whether this process has the loop of this rule as machine code already.
+    """Returns whether this process has already loaded the compiled loop of this rule.
 
-    Then even a short simulation is faster compiled.
+    If so, even a short simulation is faster with the compiled loop.
     """
     return rule in _loops()
 

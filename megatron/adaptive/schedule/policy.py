@@ -43,7 +43,7 @@ class Policy(Protocol):
             Action that is ready to start, or None to wait for the next input.
 
         Raises:
-            ScheduleError: The policy cannot choose an action.
+            ScheduleError: The policy failed, for example because a user's function raised an error.
         """
 
 
@@ -109,15 +109,15 @@ def codes_of(
     Args:
         order: Actions of one rank, in the order they run.
         num_chunks: Number of model chunks on the rank.
-        num_slices: Number of slices of each microbatch, whose backwards run last slice first.
+        num_slices: Number of slices of each microbatch. Backward passes run the last slice first.
 
     Returns:
-        One code per action: ``kind * num_chunks + chunk``. If the next action starts together with
-        it, ``3 * num_chunks`` is added.
+        One code per action: ``kind * num_chunks + chunk``. The code of an action that starts
+        together with the next one is larger by ``3 * num_chunks``.
 
     Raises:
-        ScheduleError: A chunk does not run the actions of a kind in ascending order, which codes
-            cannot express.
+        ScheduleError: A chunk does not run its actions of one kind in ascending order. Codes cannot
+            express such an order.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -189,7 +189,7 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns one word for each action in a rank's step, with which the trace explains the choice.
+    """Returns the reason for each action in a rank's step, as one word for the trace.
 
     The word is empty if the policy gives no reason.
 

@@ -112,8 +112,8 @@ State = list[int]
 def lanes(s: State) -> int:
     """Returns the number of different codes ``kind * chunks + chunk``.
 
-    In an order, the code of a forward pass plus this number begins a pair: the next action starts
-    together with it.
+    In a list of codes, a code increased by this number begins a pair: its action starts together
+    with the next one.
     """
     return 3 * s[CHUNKS]
 
@@ -137,7 +137,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last one of an item's microbatch."""
+    """Returns the item after the last item of an item's microbatch."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -145,9 +145,10 @@ def end_of(s: State, item: int) -> int:
 
 
 def item_of(s: State, kind: int, index: int) -> int:
-    """Returns the item of a chunk's action, from the index of the action among those of its kind.
+    """Returns the item on which a chunk's action works.
 
-    For W, ``index`` counts whole weight gradients, not their pieces.
+    ``index`` is the action's index among the chunk's actions of this kind. For W, it counts whole
+    weight gradients, not their pieces.
     """
     if kind == F or s[SLICES] == 1:
         return index
@@ -202,8 +203,9 @@ def fits(s: State, chunk: int) -> bool:
     """Returns whether memory allows the chunk's next forward pass to start.
 
     The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
-    of those that have not started there. This prevents deadlocks (see ``memory_caps``). With slices
-    this holds for the first slice of a microbatch; the others have their memory by then.
+    of those that have not started there. This prevents deadlocks (see ``memory_caps``). With
+    slices, only the first slice of a microbatch is checked, because its start reserves memory for
+    the later slices.
     """
     if s[SIZED] == 0 and s[SLICES] == 1:
         return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
@@ -254,7 +256,7 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records that the chunk's oldest running action of this kind has ended, and frees its memory.
+    """Records that the chunk's oldest running action of this kind has finished; frees its memory.
 
     B frees the activations of its item if there are no W actions. Otherwise the last W of the item
     frees them.

@@ -60,17 +60,17 @@ class RankState:
         cap: Maximum activation memory that ``fits`` allows; None for no limit. One unit is the
             activations of one microbatch in all chunks of the rank.
         sizes: Activation memory of each microbatch relative to the mean; None if all are equal.
-            With slices, that of each slice relative to the mean slice.
+            With slices, memory of each slice relative to the mean slice.
         forward_only: Whether the step is an evaluation, which has no backward passes and holds no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
-        beside: Whether an action may start while another one, of another kind, communicates.
+        beside: Whether an action may start while an action of another kind communicates.
         num_slices: Number of slices into which each microbatch is cut along the sequence, 1 for
             whole microbatches.
 
     Attributes:
-        num_items: Number of slices of all microbatches.
+        num_items: Total number of slices of all microbatches.
 
     Raises:
         ScheduleError: An argument is out of range, or the cap is too small for any order of
@@ -95,7 +95,7 @@ class RankState:
         num_items = item_count(num_microbatches, num_slices)
         if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
             subject = _count_of(num_microbatches, num_slices)
-            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give each one's, none negative")
+            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give one for each, at least 0")
         if weight_pieces < 0:
             raise ScheduleError(
                 f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
@@ -117,7 +117,7 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # Whether the input comes from another stage, for each kind and chunk.
+        # One flag per kind and chunk: whether the input comes from another stage.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -177,7 +177,7 @@ class RankState:
 
     @property
     def num_started(self) -> int:
-        """Returns the number of actions started so far, including finished ones."""
+        """Returns the number of actions started so far, including finished actions."""
         return self.numbers[rank_kernel.STARTED]
 
     @property
@@ -192,7 +192,7 @@ class RankState:
 
     @property
     def beside(self) -> bool:
-        """Returns whether an action may start while another one, of another kind, communicates."""
+        """Returns whether an action may start while an action of another kind communicates."""
         return self.numbers[rank_kernel.BESIDE] == 1
 
     @property
@@ -311,7 +311,7 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Records that a started action has ended, and frees the memory that it no longer needs.
+        """Records that a started action has finished, and frees the memory it no longer needs.
 
         Raises:
             ScheduleError: The action is not the oldest running one of its kind and chunk.
@@ -334,7 +334,7 @@ class RankState:
     def why_not(self, action: Action) -> str:
         """Returns the reason why an action is not ready, for error messages.
 
-        Returns ``it is ready`` if it is.
+        Returns ``it is ready`` if the action is ready.
         """
         s = self.numbers
         number = NUMBER[action.kind]
@@ -368,10 +368,10 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Returns text about what this rank waits for, for error messages after a time limit.
+        """Returns a text about what this rank waits for, for error messages after a time limit.
 
-        The text lists for each chunk the next inputs that have not arrived, with the rank and stage
-        that send each. It also lists actions whose input has arrived but which would exceed the
+        The text lists for each chunk the next inputs that have not arrived, each with the rank and
+        stage that send it. It also lists actions whose input has arrived but which would exceed the
         cap.
         """
         if self.done:
@@ -408,7 +408,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns one line about the state: ready actions, number of finished ones, memory."""
+        """Returns one line about the state: ready actions, number of finished actions, memory."""
         ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
@@ -424,7 +424,7 @@ class RankState:
         return kind is ActionKind.F or not self.forward_only
 
     def _index(self, action: Action) -> int:
-        """Returns the action's index among those of its kind and chunk, in the order they run."""
+        """Returns the action's index among all actions of its kind and chunk, in running order."""
         if action.kind is ActionKind.F:
             return action.microbatch
         index = mirrored(action.microbatch, self.num_slices)
@@ -433,14 +433,20 @@ class RankState:
         return index
 
     def _before(self, action: Action) -> int:
-        """Returns the index of the item that must precede this action: of a B's last F, a W's B."""
+        """Returns the index of the item that must be finished before this action.
+
+        A B needs the F of the last slice of its microbatch, and a W needs the B of its own item.
+        """
         if action.kind is ActionKind.W:
             return action.microbatch
         _, part, count = place_of(action.microbatch, self.num_slices)
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns how many F of its chunk a B needs, or how many B a W needs; 0 for an F."""
+        """Returns how many actions of its chunk this action needs: F for a B, B for a W.
+
+        Returns 0 for an F.
+        """
         if action.kind is ActionKind.F:
             return 0
         last = self._before(action)
@@ -460,7 +466,7 @@ class RankState:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns the number of microbatches, and that of their slices if any, as text."""
+    """Returns a text with the number of microbatches, and of their slices if they are cut."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text
@@ -472,15 +478,20 @@ def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
 def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
     """Converts a relative size to the memory of an item in one chunk, as an integer.
 
-    Sizes of slices are rounded down, because many of them are added up: all slices of the least cap
-    must fit into it.
+    Sizes of slices are rounded down. Otherwise the sum of many rounded sizes could exceed the
+    minimum cap, into which all slices of the largest microbatch must fit.
     """
     exact = MEMORY_SCALE * size / num_chunks
     return round(exact) if num_slices == 1 else int(exact / num_slices)
 
 
 def whole_sizes(sizes: Sequence[float], num_slices: SliceCounts) -> list[float]:
-    """Returns the size of each microbatch relative to the mean, from those of its slices."""
+    """Returns the size of each microbatch relative to the mean microbatch.
+
+    Args:
+        sizes: Size of each slice relative to the mean slice.
+        num_slices: Number of slices of each microbatch.
+    """
     mean = mean_slices(num_slices)
     whole = [0.0] * (1 + place_of(len(sizes) - 1, num_slices).microbatch)
     for item, size in enumerate(sizes):

@@ -18,9 +18,9 @@ section 2.2.
 
 ``hinted`` follows a static order (the hint), the best one within the limit on activations
 (``catalog.hint_for``). It runs an action earlier than the hint only if that needs no additional
-memory; this condition is not from a paper. It cannot deadlock: whichever actions have run early,
-the others can still run in the hint's order. If microbatches differ in size, the hint does not
-bound the memory in bytes. Then every forward pass must also fit by the graded rule of
+memory; this condition is not from a paper. ``hinted`` cannot deadlock: whichever actions have run
+early, the remaining actions can still run in the hint's order. If microbatches differ in size, the
+hint does not bound the memory in bytes. Then every forward pass must also fit by the graded rule of
 ``memory_caps``. If the hint has no action that can start, the rule of ``adaptive`` chooses.
 
 ``docs/reference/schedules.md`` explains ``adaptive`` and ``hinted`` step by step.
@@ -105,8 +105,8 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
     """Returns whether a chunk's share allows it to hold one more microbatch.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
-    evaluation, which has no B, there is no limit. With slices, items are counted, and a microbatch
-    that has begun may go on.
+    evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
+    microbatch whose first slice has started may always continue.
     """
     started = lane_count(s, F, chunk)
     if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0 or started == s[ITEMS]:
@@ -141,8 +141,8 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 def next_backward(s: State) -> int:
     """Returns the code of the B to start, -1 if no B is ready.
 
-    In a loop it is the B on the deepest chunk, in a V the B that is farthest from the end of the
-    step.
+    In a loop, the function chooses the B on the deepest chunk; in a V, the B that is farthest from
+    the end of the step.
     """
     deepest = deepest_ready(s, B)
     if deepest < 0 or s[TURNED] == 0:
@@ -165,9 +165,9 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``dfc``: B first, then the F that brings a microbatch deepest, then W.
+    """Applies the rule ``dfc``: B first, then the F on the deepest possible chunk, then W.
 
-    So a microbatch goes as deep as possible before the next one starts.
+    So a microbatch passes through as many chunks as possible before the next microbatch starts.
     """
     backward = deepest_ready(s, B)
     if backward >= 0:
@@ -188,7 +188,7 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 def breadth_first(s: State, hint: Sequence[int]) -> int:
     """Applies the rule ``bfc``: F first, on the shallowest chunk possible, then B, then W.
 
-    So a chunk runs all its forward passes before the next chunk does.
+    So a chunk runs all its forward passes before the next chunk begins.
     """
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk):
@@ -200,7 +200,7 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``hinted``: follows the hint, but may run later actions of it early.
+    """Applies the rule ``hinted``: follows the hint, but may run some of its later actions early.
 
     ``hint`` has the number ``code + 3 * chunks * index`` for each action. The index is the number
     of earlier occurrences of the same code.
@@ -234,8 +234,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # If an action is running, the memory that it will free is not free yet. So check the
-            # cap.
+            # A running action has not freed its memory yet. So check the cap if one is running.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (position == first_open and fitting):
                 return code

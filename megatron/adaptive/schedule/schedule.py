@@ -71,7 +71,8 @@ def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None
     """Checks that each microbatch has at least one slice.
 
     Raises:
-        ScheduleError: A number of slices is below 1, or there is not one for each microbatch.
+        ScheduleError: A number of slices is below 1, or the number of entries differs from the
+            number of microbatches.
     """
     if not isinstance(num_slices, int):
         if len(num_slices) != num_microbatches:

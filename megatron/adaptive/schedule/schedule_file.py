@@ -1,7 +1,7 @@
 """Reads and writes schedule files: static schedules made by hand or by another program.
 
 JSON is the format of this package. The text of an action is its kind, chunk, ``-`` and microbatch.
-If a weight gradient has several parts, ``.`` and the index of the part follow. ``F0-3+`` runs
+If a weight gradient has several pieces, ``.`` and the index of the piece follow. ``F0-3+`` runs
 together with the B after it, and ``B0-3+`` with the F after it: one computes while the experts of
 the other communicate::
 
@@ -11,8 +11,8 @@ the other communicate::
 
 ``name`` is optional, and so are ``placement`` (default: ``loop``) and ``slices``, the number of
 slices into which each microbatch is cut (default: 1). With slices, an action's last number counts
-slices through all microbatches: of 4 slices, ``F0-6`` is the third one of microbatch 1. If there is
-no W, B computes weight gradients too.
+slices through all microbatches. For example, with 4 slices ``F0-6`` is the third slice of
+microbatch 1. If there is no W, B computes weight gradients too.
 
 CSV is the format of ``torch.distributed.pipelining``. It has one row per rank and one cell per
 action, with the action's stage, kind and microbatch. An empty cell means that the rank waits::
@@ -65,8 +65,9 @@ def load(path: Path) -> Schedule:
         path: Path of the file, which ends in ``.json`` or ``.csv``.
 
     Raises:
-        ScheduleError: The file cannot be read or parsed; the message has the position. Or the
-            schedule is not valid; the message then also has a drawing of the part around the fault.
+        ScheduleError: The file cannot be read or parsed, or the schedule is not valid. The message
+            names the position. For an invalid schedule it also has a drawing of the part around the
+            fault.
     """
     path = Path(path)
     where = f"schedule file {path}"

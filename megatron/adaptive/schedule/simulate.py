@@ -44,8 +44,8 @@ class SimResult:
 
     Attributes:
         placement: Assignment of pipeline stages to ranks in the simulation.
-        num_microbatches: Number of microbatches of the step. With slices, each has
-            ``workload.num_slices`` of them, and actions count slices.
+        num_microbatches: Number of microbatches of the step. If microbatches are cut into
+            ``workload.num_slices`` slices, the index of an action counts slices.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
         workload: Times of actions and messages with which the step was simulated.
@@ -167,15 +167,15 @@ def simulate(
             slow.
         cap: Maximum activation memory of each rank under a run-time rule; ``None`` for no limit.
             One unit is the activations of one microbatch in all chunks of the rank.
-        sizes: Activation memory of each microbatch or slice relative to the mean; ``None`` for
-            that in ``times``, or if all are equal.
+        sizes: Activation memory of each microbatch or slice relative to the mean; ``None`` for the
+            sizes in ``times``, or equal sizes if ``times`` has none.
         forward_only: Whether the step is an evaluation, which has no backward passes and holds no
             activations.
         weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
             if the backward pass computes them itself.
-        beside: Whether an action may start while another one, of another kind, communicates.
-        num_slices: Number of slices of each microbatch, if ``times`` has times per stage. Times of
-            all actions have their own number.
+        beside: Whether an action may start while an action of another kind communicates.
+        num_slices: Number of slices of each microbatch, if ``times`` has times per stage. A
+            ``Workload`` in ``times`` has its own number of slices.
 
     Returns:
         Times, idle fractions and memory peaks of all ranks.
@@ -216,7 +216,7 @@ def run_states(
     widths: Sequence[int] | None = None,
     compiled: bool = False,
 ) -> SimResult:
-    """Simulates one step from given states of all ranks at its start.
+    """Simulates one step, starting from given states of all ranks.
 
     The simulation may change the states.
 

@@ -125,7 +125,7 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Placeholder for the run-time rule to simulate, which ``numba_kernels`` puts in its place."""
+    """Stands for the run-time rule to simulate; ``numba_kernels`` replaces this function."""
     raise NotImplementedError
 
 
@@ -244,7 +244,7 @@ def decide(world: World, rank: int, now: int) -> bool:
     slot = world.last[rank]
     other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # Only one weight gradient runs during a communication; then the waiting action continues.
+    # Only one weight gradient runs during a communication. After it, the waiting action continues.
     if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
         compute(world, other, now)
         return True

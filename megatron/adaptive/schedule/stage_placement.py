@@ -1,7 +1,7 @@
 """Assigns pipeline stages to ranks.
 
-It maps stages, in the order of the whole pipeline, to (rank, chunk) and back. Other modules
-determine how many layers a stage has, and in which order a rank runs its actions.
+A placement maps stages, in the order of the whole pipeline, to (rank, chunk) and back. Other
+modules determine how many layers a stage has, and in which order a rank runs its actions.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Each replica counts its own microbatches from 0, as everywhere in this package::
              rank 4                                     0        1
              rank 5                                        0        1
 
-So a rank may exchange messages with several ranks of a neighbouring stage, but each microbatch is
-sent to only one of them. Every rank holds one chunk.
+So a rank may exchange messages with several ranks of a neighbouring stage, but it sends each
+microbatch to only one of these ranks. Every rank holds one chunk.
 
 **Order of actions.** A rank orders its own microbatches as in a pipeline of equal stages. Only the
 warm-up differs: a replica runs so many forward passes that the ranks of the next stage together can
@@ -22,8 +22,8 @@ run their own warm-up and one more forward pass each. ``docs/reference/schedules
 microbatch m needs run only after backward passes of microbatches below m.
 
 A run-time rule with a limit on activations cannot deadlock either. The lowest unfinished microbatch
-is the next one on every rank that it still has to visit, and each of these ranks holds no other
-microbatch.
+is the next microbatch of every rank that it still has to visit, and each of these ranks holds no
+other microbatch.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
 """Names of the schedules and rules that support stages of unequal widths."""
 
 _SLACK = 1.5
-"""Ratio of the default limit on activations to what 1F1B holds.
+"""Ratio of the default limit on activations to the activations that 1F1B holds.
 
-It is the same as for equal stages in ``memory_caps``.
+The ratio is the same as for equal stages in ``memory_caps``.
 """
 
 
@@ -121,7 +121,7 @@ class Widths:
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns one rank per stage: the one with index ``replica`` modulo the stage's width."""
+        """Returns one rank per stage: its replica ``replica`` modulo the width of the stage."""
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
@@ -130,10 +130,10 @@ class Widths:
         Args:
             rank: Rank whose microbatch is looked up.
             to_stage: Index of the other stage.
-            microbatch: Index of the microbatch among those of ``rank``.
+            microbatch: Index of the microbatch among the microbatches of ``rank``.
 
         Returns:
-            Rank of the other stage, and index of the microbatch among those of that rank.
+            Rank of the other stage, and index of the microbatch among that rank's microbatches.
         """
         stage, replica = self.place_of(rank)
         whole = microbatch * self.sizes[stage] + replica
@@ -165,7 +165,7 @@ class Widths:
         if rest or not each:
             raise ScheduleError(
                 f"{num_microbatches} microbatches over the {self.sizes[stage]} replicas of stage"
-                f" {stage} (widths {self}): each must have the same number; give a multiple of"
+                f" {stage} (widths {self}): each must have the same number; use a multiple of"
                 f" {self.round_size}"
             )
         return each
@@ -216,7 +216,8 @@ def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) ->
 def default_cap(widths: Widths, stage: int, num_microbatches: int) -> float:
     """Returns the default limit on activations of a replica, in microbatches.
 
-    It is 1.5 times the largest number of microbatches that 1F1B holds on this stage or a later one.
+    The limit is 1.5 times the largest number of microbatches that a replica of this stage or of a
+    later stage holds under 1F1B.
 
     Args:
         widths: Number of replicas of each stage.

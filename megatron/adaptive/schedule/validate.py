@@ -23,15 +23,15 @@ _ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks that a schedule can run; it may come from an untrusted source.
+    """Checks that a schedule can run. The schedule may come from an untrusted source.
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
       follows its F, and its W follows its B. With slices, F run in ascending order of slices, B and
       W in descending order, and the first B of a microbatch follows its last F.
     - No ranks wait for each other in a circle.
-    - Either no rank lists a W, or every microbatch has its W on every stage, all in the same number
-      of parts.
+    - Either no rank lists a W, or every microbatch has its W on every stage, and all W are divided
+      into the same number of pieces.
     - Two actions that start together are an F and a B, in either order. The second does not need
       the first, directly or through other ranks.
 
@@ -81,8 +81,8 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
         rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
         rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
 
-    All parts of a weight gradient but the first show their index: ``W0-0 W0-0.1 W0-0.2``. With
-    slices, the index of the slice follows that of the microbatch: ``F0-3.5``, ``W0-3.5.1``.
+    All pieces of a weight gradient except the first show their index: ``W0-0 W0-0.1 W0-0.2``. With
+    slices, the index of the slice follows the index of the microbatch: ``F0-3.5``, ``W0-3.5.1``.
 
     Args:
         schedule: Schedule to draw, which may be invalid.

@@ -1,6 +1,6 @@
 """Defines the times of a simulated step: the duration of every action and message.
 
-Times come from a profile with mean times of stages and links, and random factors on them. Random
+Times are mean times of stages and links from a profile, multiplied by random factors. The random
 factors are drawn before the step, per pipeline stage and microbatch, so that the same seed gives
 every schedule the same times. Times are integers in picoseconds, so that sums do not depend on the
 order of addition.
@@ -120,13 +120,13 @@ class StageProfile:
         latency_sigma: Sigma of a separate random factor on the latency of each message.
         microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
             empty if all microbatches are equal.
-        attention_share: Attention's part of the time of a whole forward pass, from 0 to 1. It
+        attention_share: Attention's share of the time of a whole forward pass, from 0 to 1. It
             determines the times of slices, if sequences are cut. Attention is assumed to take twice
-            as long in a backward pass, and to have no weight gradients.
+            as long in a backward pass as in a forward pass, and to have no weight gradients.
         slice_cut: Way in which sequences are cut into slices.
         slice_s: Time in seconds that each slice after the first adds to the forward pass of a stage
-            for a whole microbatch, and to its backward pass. Small pieces of work keep a device
-            less busy.
+            for a whole microbatch, and to its backward pass. Slices take longer together because
+            small kernels use a device less well.
 
     Raises:
         ScheduleError: A sigma, the share of attention or the time of a slice is out of range.
@@ -152,7 +152,8 @@ class StageProfile:
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the microbatch factors of a measured step with this number of microbatches.
 
-        The seed chooses among such steps. Returns ``None`` if there is none.
+        The seed chooses among several such steps. Returns ``None`` if no measured step has this
+        number of microbatches.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -276,7 +277,7 @@ def draw(
 
 
 def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Returns the length of each slice relative to the mean; nothing if all are equal."""
+    """Returns the length of each slice relative to the mean; an empty tuple if all are equal."""
     sizes = tuple(length * len(lengths) for length in lengths)
     return sizes if max(sizes) - min(sizes) > 1e-9 else ()
 
@@ -326,8 +327,8 @@ def _with_spread(
     durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
     of_microbatches = _lognormal(rng, profile.microbatch_sigma, (num_items // num_slices,))
     durations = durations * np.repeat(of_microbatches, num_slices)
-    # If several stages of the profile form one of the placement, the message after F is sent by the
-    # last of them, and the message after B by the first. So take the factors of these.
+    # Several stages of the profile may form one stage of the placement. Then the last of them sends
+    # the message after F, and the first the message after B. So take the factors of these two.
     factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_items))
     group = fine // delays.shape[1]
     delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
@@ -348,8 +349,9 @@ def _mean_durations(times: StageTimes) -> Any:
 def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     """Returns the order in which a pipeline should run microbatches of unequal cost.
 
-    While the pipeline fills and drains, ranks wait for single microbatches, so the first and the
-    last ones should be cheap. Costly ones are in the middle, where ranks have other work::
+    While the pipeline fills and drains, ranks wait for single microbatches. So the first and the
+    last microbatches should be cheap. Costly microbatches run in between, when ranks have other
+    work::
 
         costs        5 1 4 2 3 6
         taken as     1 3 5 6 4 2        more microbatches than ranks
@@ -486,7 +488,7 @@ def slice_bounds(
     Args:
         num_slices: Number of slices, at least 1.
         attention_share: Attention's share of the cost of the whole sequence, from 0 to 1.
-        cut: Way to cut.
+        cut: Way in which the sequence is cut into slices.
 
     Returns:
         Bounds from 0 to 1, one more than there are slices.

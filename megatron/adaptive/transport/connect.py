@@ -10,9 +10,9 @@
     other kinds:     each kind opens its own    kind.open
 
 Native channels are those of the C++ extension (shared memory, RDMA, TCP). If such a channel cannot
-be opened, for example because of a memory limit or a firewall, all pairs that would use one use
-gloo instead. If the user forced a transport, the failure is an error. All ranks learn of the
-failure, so all make the same decision.
+be opened, for example because of a memory limit or a firewall, all pairs that would use a native
+channel use gloo instead. If the user forced a transport, the failure is an error. All ranks receive
+the failure, so all make the same decision.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def own_endpoint(
         device: Device on which this rank computes.
         own_gpu: Whether the device is a GPU that no other rank uses.
         options: Transport settings, which may name the RDMA device.
-        address: Network address of this rank, ``None`` if it has none.
+        address: Network address of this rank; ``None`` if it has no address.
     """
     module = extension.load()
     ports, no_rdma = ((), "") if module is None else rdma_ports(module, options.rdma_device)
@@ -106,9 +106,9 @@ class Connector:
         members: Global ranks of this rank's pipeline, which send messages only to each other.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, type and number of the messages, as far as known.
+        payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns a rank's display name for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
     """
 
     members: list[int]
@@ -121,12 +121,12 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns the description (endpoint) of this rank, which :meth:`connect` needs.
+        """Returns the endpoint (description) of this rank, for :meth:`connect`.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host of the rendezvous where the job's ranks meet; ``None`` if not on the network.
+            host: Host of the rendezvous of the job's ranks; ``None`` if it is not on the network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
@@ -162,12 +162,12 @@ class Connector:
             log: Function that rank 0 calls with each line of text about the chosen transports.
 
         Returns:
-            The transport to all peers, ``None`` for a rank without peers.
+            Transport to all peers; ``None`` for a rank without peers.
 
         Raises:
-            SetupError: If the transport that the user forced cannot connect a pair. Raised on all
+            SetupError: The transport that the user forced cannot connect a pair. Raised on all
                 ranks.
-            TransportError: If a channel could not be opened, although its transport can connect the
+            TransportError: A channel could not be opened, although its transport can connect the
                 pair.
         """
         gathered = self.gather((endpoint, list(peers), secrets.token_bytes(_SEED_BYTES)))
@@ -219,8 +219,8 @@ class Connector:
                 links, the job's number, and the name of a lock for allocating memory on a machine.
 
         Returns:
-            The transport if this rank has native channels, else ``None``; the first failure of any
-            rank; and how GPU tensors are copied, by pair of ranks.
+            Transport of this rank, or ``None`` if it has no native channels; first failure of any
+            rank, or ``None``; and a text about how GPU tensors are copied, by pair of ranks.
         """
         device = self.accelerator.device
         size = size_of_channel(
@@ -270,16 +270,16 @@ class Connector:
         """Makes the extension's node, the object that listens for peers and owns the channels.
 
         Returns:
-            The node, ``None`` if there are no ``links``; the node's addresses by
-            kind of link; and the error, ``None`` if there was none.
+            Node, or ``None`` if ``links`` is empty; addresses of the node by kind of link; and the
+            text of the error, or ``None`` if there was no error.
         """
         node: Any = None
         try:
             if not links:
                 return None, {}, None
             module = extension.require("this transport")
-            # Count the ranks that may run on the same processors, because these slow each other
-            # down.
+            # Count the ranks that may run on the same processors as this rank, because they slow
+            # each other down.
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
@@ -294,10 +294,10 @@ class Connector:
         kinds: Mapping[int, NativeKind],
         listening: Sequence[Mapping[str, str]],
     ) -> str | None:
-        """Opens the channels to all peers and returns the first failure.
+        """Opens the channels to all peers. Returns the first failure, or ``None``.
 
-        All ranks open their channels in the same order, so that no cycle of waiting ranks arises. A
-        rank continues after a failure, because its other peers wait for it.
+        All ranks open their channels in the same order, so that ranks cannot wait for each other in
+        a cycle. A rank continues after a failure, because its other peers wait for it.
         """
         failure: str | None = None
         limit_s = min(self.timeout_s, OPEN_S)
@@ -317,7 +317,10 @@ class Connector:
         choices: Mapping[tuple[int, int], Choice],
         native: NativeTransport | None,
     ) -> Transport | None:
-        """Opens the transports that are not native, and combines all. Collective over all ranks."""
+        """Opens the transports that are not native, and combines them with the native transport.
+
+        Collective over all ranks.
+        """
         kind_of = {
             sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
         }
@@ -349,10 +352,10 @@ class Connector:
 
         Args:
             name: Name of the transport.
-            peers: Global ranks of the peers. If empty, this rank only takes part in the collective
-                calls.
+            peers: Global ranks of the peers. A rank without peers still takes part in the
+                collective calls.
             options: Transport settings of the user.
-            completions: Queue for received messages; ``None`` makes a new one.
+            completions: Queue for received messages; ``None`` to make a new queue.
 
         Raises:
             TransportError: A channel could not be opened. Raised on all ranks.
@@ -373,12 +376,12 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the object that declares a transport."""
+        """Returns the object that declares the transport with this name."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the kind object of a transport if it is of the C++ extension, else ``None``."""
+    """Returns the object that declares a transport of the C++ extension; ``None`` for others."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 
@@ -394,7 +397,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns how GPU tensors are copied to each peer whose channel reports this."""
+    """Returns (peer, text about how GPU tensors are copied) for channels that report this."""
     paths = []
     for peer in peers:
         info = node.info(peer)

@@ -3,14 +3,14 @@
 One receiver thread per peer keeps receives posted (waiting for data), so that data arrives while
 the executor computes. Gloo matches the messages of a pair of ranks by tag and order. A small
 message whose shape is known beforehand is sent as one gloo message. Any other message is sent as
-two, header and payload:
+two gloo messages, header and payload:
 
 ::
 
     tag 2i     packet: header and payload     i counts messages modulo ``DEPTH``
 
     tag 2i     packet: header, [16] int64
-    tag 2i+1   payload with the header's shape and type
+    tag 2i+1   payload with the header's shape and dtype
 
 If ``payload_shape`` is given, receives are posted ``DEPTH`` messages ahead. Otherwise the receive
 for a payload is posted once the header of the payload has arrived. gloo returns a ``Work`` object
@@ -47,17 +47,17 @@ from megatron.adaptive.transport.interface import (
 from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
-"""Number of receives posted ahead, which is also the number of messages after which tags repeat."""
-# Size in bytes up to which a payload is copied behind its header, because the copy costs less than
-# a second gloo message.
+"""Number of receives that are posted ahead. Tags repeat after this number of messages."""
+# Maximum size in bytes of a payload that is copied behind its header. For such sizes the copy costs
+# less than a second gloo message.
 _PACKED_BYTES = 1 << 20
-# Timeout of posted receives. It is very long, because receives stay posted between steps, however
-# long a checkpoint takes. A peer that dies is noticed by its closed connection, and the executor
-# enforces the deadlines.
+# Timeout of posted receives. It is very long, because receives stay posted between steps, for
+# example while a checkpoint is saved. If a peer dies, its connection closes. The executor enforces
+# the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
 CLOSE_S = 30.0
 _TICK_S = 0.002
-# Element types that gloo can send. Tensors of other types are sent as bytes.
+# Dtypes that gloo can send. Tensors of other dtypes are sent as bytes.
 _OF_GLOO = frozenset(
     (
         torch.float32,
@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Holds a posted receive. ``payload`` is part of the packet, or a separate gloo message."""
+    """Holds a posted receive. The payload is part of the packet, or a separate gloo message."""
 
     packet: Packet
     work: Any
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Holds a message that gloo is sending, so that its memory stays alive until it is sent."""
+    """Holds a message that gloo is sending, to keep the message's memory alive until then."""
 
     peer: int
     packet: Packet
@@ -99,12 +99,12 @@ class GlooTransport:
         group: Gloo process group of the pipeline's ranks. Nothing else may use it.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
-        payload_shape: Shape of all payloads, ``None`` if shapes vary. It must be the same on all
-            ranks, because gloo aborts a process that receives more bytes than it expects.
-        dtype: Element type of the payloads.
+        payload_shape: Shape of all payloads; ``None`` if shapes vary. All ranks must pass the same
+            shape, because gloo aborts a process that receives more bytes than it expects.
+        dtype: Dtype of the payloads.
         describe: Function that returns a peer's display name for error messages (host, stage).
-        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
-        completions: Queue for received messages and failures; ``None`` makes a new one.
+        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
+        completions: Queue for received messages and failures; ``None`` to make a new queue.
     """
 
     name = "gloo"
@@ -179,7 +179,7 @@ class GlooTransport:
                     raise
             raise DeadlineError(
                 f"{count} messages were not taken within {timeout_s:g} s, the oldest by "
-                f"{self._describe(peer)}; is it alive and on the network?"
+                f"{self._describe(peer)}; check that it runs and can be reached"
             )
 
     def close(self) -> None:
@@ -195,11 +195,11 @@ class GlooTransport:
             if thread.is_alive():
                 raise DeadlineError(
                     f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; "
-                    "did it stop elsewhere?"
+                    "check whether it failed"
                 )
 
     def _say_end(self, peer: int) -> None:
-        """Sends an end message for each receive that the peer has posted, so that all complete."""
+        """Sends an end message for each receive that the peer has posted, to complete them all."""
         shape = (0,) if self._shape is None else self._shape
         for _ in range(self._ahead):
             self._send(peer, None, torch.empty(shape, dtype=self._dtype))
@@ -250,7 +250,7 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Puts the error that ended a channel into the queue. Runs in a thread of the channel."""
+        """Puts the error that broke a channel into the queue. Runs in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
@@ -291,14 +291,14 @@ class GlooTransport:
         header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
-                f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
-                "due; a message was lost or doubled"
+                f"message {header.sequence} from {self._describe(peer)} arrived where {sequence} "
+                "was due; a message was lost or duplicated"
             )
         if not self._fits(header.shape, header.dtype):
             raise TransportError(
                 f"{self._describe(peer)} sent shape {header.shape} of {header.dtype} on a channel "
-                f"opened here for {self._shape} of {self._dtype}; do both ranks run with the same "
-                "options?"
+                f"opened here for {self._shape} of {self._dtype}; start both ranks with the same "
+                "options"
             )
         payload = posted.payload
         if payload is None:
@@ -326,7 +326,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous payload, as bytes if gloo and NCCL cannot send its type."""
+    """Returns a contiguous payload, viewed as bytes if gloo and NCCL cannot send its dtype."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -337,8 +337,8 @@ class Packet:
     """Owns the memory of a message: the header, and the payload if its shape is known.
 
     Args:
-        shape: Shape of the payload, ``None`` if the payload is a separate message.
-        dtype: Element type of the payload.
+        shape: Shape of the payload; ``None`` if the payload is a separate message.
+        dtype: Dtype of the payload.
 
     Attributes:
         raw: Bytes that are sent or received, ``[128 + payload bytes] uint8``.
@@ -370,7 +370,7 @@ class Packet:
         """Reads the header of a packet that came from ``peer``.
 
         Raises:
-            TransportError: If the packet does not begin with a valid header.
+            TransportError: The packet does not begin with a valid header.
         """
         return Header.decode(self._words.tolist(), peer=peer)
 

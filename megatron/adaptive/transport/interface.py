@@ -16,11 +16,11 @@ and sends it later.
 The completion queue has two implementations: :class:`CompletionQueue` in this file, and
 ``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
 transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` opens
-it.
+the transport.
 
-This file also defines the header of a message: label, shape, element type and sequence number.
-Element types have the codes of ``csrc/common/message.h``. Over gloo the header is sent as integers
-before the payload; the native transports write the same fields into a C++ struct.
+This file also defines the header of a message: label, shape, dtype and sequence number. Dtypes have
+the codes of ``csrc/common/message.h``. Over gloo the header is sent as integers before the payload;
+the native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Endpoint:
     Attributes:
         rank: Global rank.
         host: Name of the rank's host, for error messages.
-        machine: Identifier that is equal for ranks which can see each other's processes. It is
-            returned by ``liveness.here``.
+        machine: Identifier of the machine, from ``liveness.here``. It is equal for ranks that can
+            see each other's processes.
         user: Numeric id of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
         addresses: Addresses on which the rank listens, by kind of link: ``unix``, ``tcp``.
         cpus: Indices of the processors on which the rank may run; empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
-        lacks: Reason for each transport that the rank cannot use, by transport.
+        lacks: Reasons why the rank cannot use certain transports, by name of the transport.
     """
 
     rank: int
@@ -84,11 +84,11 @@ class Transport(Protocol):
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         """Starts to send ``tensor`` to global rank ``peer`` and returns immediately.
 
-        The transport keeps the tensor's storage alive until it is sent. After the call the caller
-        may release the tensor or replace ``tensor.data``, but must not write to its memory.
+        The transport keeps the tensor's storage alive until the message is sent. After the call the
+        caller may release the tensor or replace ``tensor.data``, but must not write to its memory.
 
         Raises:
-            PeerLostError: If the peer's process has ended.
+            PeerLostError: The peer's process has exited.
         """
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Transport(Protocol):
         """Waits until all messages have left this process.
 
         Raises:
-            DeadlineError: If some messages have not left after ``timeout_s`` seconds.
+            DeadlineError: Some messages have not left after ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
@@ -118,14 +118,14 @@ class Arrival:
     """Represents a received message, whose payload can be taken.
 
     Attributes:
-        label: Action and step for which the message is the input.
+        label: Step and action whose input the message is.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
         arrived_ns: Time at which the receive was complete, by ``time.monotonic_ns``. ``None`` if
-            the peer writes into the memory directly, so that no thread sees the arrival.
+            the peer writes into this rank's memory directly, so that no thread sees the arrival.
     """
 
-    # Empty, because classes with slots cannot be combined with the arrival class of the C++
+    # No slots, because a class with slots cannot be combined with the arrival class of the C++
     # extension.
     __slots__ = ()
 
@@ -143,7 +143,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Represents a received message whose payload a function returns."""
+    """Represents a received message. A function that is passed in returns the payload."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -167,10 +167,10 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived at another rank of the group that decides together.
+    """Reports that a message has arrived at another rank of the decision group.
 
     Attributes:
-        label: Action and step for which the message is the input.
+        label: Step and action whose input the message is.
         peer: Global rank at which the message has arrived.
     """
 
@@ -195,17 +195,17 @@ class Completions(Protocol):
         """Calls ``listener`` with each item that is added from now on, after it has been queued.
 
         The listener does not run in the thread that takes items, so that it is called even while
-        that thread is busy. There is only one listener, and it must not raise exceptions.
+        that thread is busy. There is at most one listener. It must not raise exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
-        """Adds an arrival, or an error that ended a channel."""
+        """Adds an arrival, or an error that broke a channel."""
 
     def poll(self) -> Item | None:
         """Returns the oldest item, or ``None`` if the queue is empty.
 
         Raises:
-            TransportError: If the oldest item is the error of a channel.
+            TransportError: The oldest item is the error of a channel.
         """
 
     def wait(self, deadline_s: float) -> Item | None:
@@ -215,7 +215,7 @@ class Completions(Protocol):
             The oldest item, or ``None`` if the deadline has passed.
 
         Raises:
-            TransportError: If the oldest item is the error of a channel.
+            TransportError: The oldest item is the error of a channel.
         """
 
 
@@ -279,9 +279,10 @@ _PLAIN = (
     "complex128",
 )
 _FLOAT8 = len(_PLAIN)
-# Types that are sent as another type of the same size (8-bit floats as bytes). The receiver views
-# them as their own type, which it knows from the variant, a number above 0. The numbers must never
-# change, because other versions read them. Types that the installed torch lacks are left out.
+# Dtypes that are sent as another dtype of the same size (8-bit floats as bytes). The receiver views
+# the payload as the original dtype, which it knows from the variant, a number above 0. The numbers
+# must never change, because other versions read them. Dtypes that the installed torch lacks are
+# skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -303,17 +304,17 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Maps each element type that can be sent to its code and variant in messages."""
+"""Maps each dtype that can be sent to its code and variant in messages."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Maps each code and variant in messages to the element type."""
+"""Maps each code and variant in messages to the dtype."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant that stand for an element type in messages.
+    """Returns the code and the variant that stand for a dtype in messages.
 
     Raises:
-        TransportError: If a message cannot contain this type or this number of dimensions.
+        TransportError: A message cannot have this dtype or this number of dimensions.
     """
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
@@ -347,7 +348,7 @@ class Header:
     Attributes:
         label: Action and step that the message is for; ``None`` if the sender closes the channel.
         shape: Shape of the payload.
-        dtype: Element type of the payload.
+        dtype: Dtype of the payload.
         sequence: Number of the message on its channel, counted from 0.
     """
 
@@ -360,7 +361,7 @@ class Header:
         """Returns the header as 16 integers.
 
         Raises:
-            TransportError: If the payload has an unsupported type or too many dimensions.
+            TransportError: The payload has an unsupported dtype or too many dimensions.
         """
         code, variant = code_of(self.dtype, len(self.shape))
         label_words = [0, _END, 0, 0]
@@ -377,7 +378,7 @@ class Header:
         """Makes a header from integers that ``peer`` sent, and checks each field.
 
         Raises:
-            TransportError: If the value of a field is invalid.
+            TransportError: The value of a field is invalid.
         """
         magic, sequence, step, kind, chunk, microbatch, code, dimensions = numbers[:8]
         variant, plain = divmod(code, 1 << _VARIANT_SHIFT)

@@ -1,9 +1,9 @@
 """Defines how a transport declares which ranks it connects, and how it is opened.
 
-A transport is a subclass of :class:`TransportKind`. ``select.py`` asks each kind which pairs of
-ranks it connects, and ``connect.py`` opens the chosen ones. The transports of this package are
-listed in ``config/transport_specs.py``. Your own transport can be anywhere: give
-``--transport package.module:Class``.
+A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` asks each subclass
+which pairs of ranks its transport connects, and ``connect.py`` opens the chosen transports. The
+transports of this package are listed in ``config/transport_specs.py``. The class of your own
+transport can be in any module: pass ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes the messages of a job, as far as known before any is sent. Equal on all ranks.
+    """Describes a job's messages, as far as known before the first is sent. Equal on all ranks.
 
     Attributes:
-        shape: Shape of the largest message, ``None`` if unknown.
-        dtype: Element type of the messages.
+        shape: Shape of the largest message; ``None`` if unknown.
+        dtype: Dtype of the messages.
         varies: Whether some messages are smaller than ``shape``.
         in_flight: Maximum number of a channel's messages that the receiver keeps at a time.
     """
@@ -48,7 +48,7 @@ class Payloads:
 
     @property
     def nbytes(self) -> int | None:
-        """Returns the size of the largest message in bytes, ``None`` if unknown."""
+        """Returns the size of the largest message in bytes; ``None`` if unknown."""
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -56,13 +56,13 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Holds the facts about a rank that decide which transports the rank can use.
+    """Holds the facts about a rank that determine which transports the rank can use.
 
     Attributes:
         device: Device on which the rank computes.
         own_gpu: Whether the device is a GPU that no other rank uses.
-        address: Network address of the rank, ``None`` if it has none.
-        module: The C++ extension; ``None`` if it is missing.
+        address: Network address of the rank; ``None`` if it has no address.
+        module: Module of the C++ extension; ``None`` if the extension is missing.
         rdma_ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         no_rdma: Reason why there are no active RDMA ports.
     """
@@ -81,14 +81,14 @@ class Opening:
 
     Attributes:
         rank: Global rank of this process.
-        peers: Global ranks that exchange messages with this rank over this transport. If empty,
-            this rank only takes part in collective calls.
+        peers: Global ranks that exchange messages with this rank over this transport. A rank
+            without peers still takes part in collective calls.
         members: Global ranks of this rank's pipeline, which send messages only to each other.
         gather: Function that exchanges values between all ranks of the job.
         accelerator: Device of this rank, on which received tensors are placed.
-        payloads: Shape, type and number of the messages, as far as known.
+        payloads: Shape, dtype and number of the messages, as far as known.
         describe: Function that returns a rank's display name for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
         options: Transport settings of the user.
         completions: Queue for received messages; ``None`` if the transport makes its own.
     """
@@ -112,14 +112,14 @@ class TransportKind:
 
     Attributes:
         name: Name of the transport, as on the command line.
-        reason: Reason for choosing this transport, for the log; empty if there is nothing to say.
+        reason: Reason for choosing this transport, for the log; empty to log no reason.
     """
 
     name: str = ""
     reason: ClassVar[str] = ""
 
     def lacks(self, facts: RankFacts) -> str | None:
-        """Returns the reason why a rank cannot use the transport, ``None`` if it can."""
+        """Returns the reason why a rank cannot use the transport; ``None`` if it can."""
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
@@ -130,7 +130,7 @@ class TransportKind:
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
-        """Returns the reason why the transport cannot connect two ranks, ``None`` if it can.
+        """Returns the reason why the transport cannot connect two ranks; ``None`` if it can.
 
         Called only for ranks that can use the transport. Swapping the two ranks must not change
         whether the result is ``None``.
@@ -138,7 +138,7 @@ class TransportKind:
         return None
 
     def open(self, opening: Opening) -> Transport | None:
-        """Opens this rank's channels; all ranks of the job call this method together.
+        """Opens this rank's channels. Collective over all ranks of the job.
 
         Returns:
             An object with all members of ``interface.Transport``; ``None`` for a rank without
@@ -152,11 +152,11 @@ def transport_kind(name: str) -> TransportKind:
     """Returns the object that declares a transport.
 
     Args:
-        name: Name of a transport of this package or of an entry point. A user's own transport is
-            given as ``package.module:Class``.
+        name: Name of a transport of this package or of an entry point, or
+            ``package.module:Class`` for a user's own transport.
 
     Raises:
-        ConfigError: The transport does not exist, cannot be imported, or is no
+        ConfigError: The transport does not exist, cannot be imported, or is not a subclass of
             :class:`TransportKind`.
     """
     loaded = load_transport(name)
@@ -212,7 +212,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about missing members of a user's transport; ``None`` if it has all."""
+    """Returns a text about missing members of a user's transport; ``None`` if none is missing."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

@@ -1,6 +1,6 @@
 """Detects that another rank of the job has died, and ends this rank if its main thread hangs.
 
-The main thread may wait for ever in a collective with the dead rank, so two other threads watch:
+The main thread may wait forever in a collective with the dead rank, so two other threads watch:
 
 ::
 
@@ -9,8 +9,8 @@ The main thread may wait for ever in a collective with the dead rank, so two oth
     ranks elsewhere          the store, every 2 s: a notice of ───────┘    on_lost(), and after
                              a loss, and a beat per machine                the grace _exit(1)
 
-A pidfd is a file descriptor for a process, which becomes readable when the process ends. The store
-is the key-value store of the job. This file does not find out why a process ended, and does not
+A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
+is the key-value store of the job. This module does not find out why a process exited, and does not
 restart anything.
 """
 
@@ -45,14 +45,14 @@ _LOOK_S = 1.0
 # Extra time in seconds before a silent rank counts as lost. A channel may notice the silence itself
 # in this time, and it gives a better error message.
 _MARGIN_S = 1.0
-# Maximum time in seconds for an answer of the store. If it is too short for a busy store, a rank
-# that left normally counts as lost. If it is too long, the launcher ends a surviving rank before
-# the rank has written its error line.
+# Maximum time in seconds to wait for a reply of the store. If it is too short for a busy store, a
+# rank that left normally counts as lost. If it is too long, the launcher kills a surviving rank
+# before the rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Value used in place of a set of silent ranks if the store does not answer. Rank 0 or the launcher
-# runs the store.
+# Value used in place of a set of silent ranks if the store does not reply. Rank 0 or the launcher
+# serves the store.
 _STORE = frozenset({-1})
 # Prefix of a notice that the user has already seen, so that it is not shown again.
 _SHOWN = "told: "
@@ -93,31 +93,31 @@ class Watcher:
 
     Methods may be called from any thread.
 
-    If a rank ends without having called :meth:`leave`, it is lost. The line ``error: rank ...`` is
-    then written to stderr at once, ``on_lost`` is called once with the same text, and after
-    ``grace_s`` seconds this process ends with exit status 1. From then on neither :meth:`close` nor
-    a SIGTERM handler can keep the process alive.
+    A rank that exits without having called :meth:`leave` counts as lost. The line
+    ``error: rank ...`` is then written to stderr at once, ``on_lost`` is called once with the same
+    text, and after ``grace_s`` seconds this process exits with status 1. Neither :meth:`close` nor
+    a SIGTERM handler can prevent this exit.
 
     A rank of this machine that is stopped by SIGSTOP for ``silent_s`` counts as lost too. When this
-    process ends because of a loss, it kills the stopped ranks, because they would not react to the
-    launcher's request to end.
+    process exits because of a loss, it kills the stopped ranks, because they would not react to the
+    launcher's request to exit.
 
     Args:
         places: Location of each global rank, as returned by :func:`here`. It has ``host``, ``pid``
             and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
-            this machine are watched, and a rank that ends before this one calls :meth:`leave`
+            this machine are watched, and a rank that exits before this rank calls :meth:`leave`
             counts as lost.
         on_lost: Function that a thread of the watcher calls after a loss. It must not block. It
-            lets the main thread react, if that still runs.
-        grace_s: Time in seconds from the call of ``on_lost`` to the end of the process.
+            lets the main thread react, if the main thread still runs.
+        grace_s: Time in seconds from the call of ``on_lost`` until the process exits.
         silent_s: Time in seconds after which a machine without a sign of life counts as lost. A
             process counts as lost if it stays stopped for this time.
-        is_launchers_store: Whether the launcher runs the store; otherwise rank 0 does.
+        is_launchers_store: Whether the launcher serves the store; otherwise rank 0 does.
 
     Attributes:
-        on_lost: Function that is called after a loss. It may be replaced at any time.
+        on_lost: Function that is called after a loss. May be set to another function at any time.
         position: Text about this rank's progress, for error messages, such as ``iteration 7``.
     """
 
@@ -156,7 +156,7 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for the loss of a rank; returns its error, or ``None``.
+        """Waits up to ``timeout_s`` seconds for the loss of a rank. Returns the error, or ``None``.
 
         When a connection breaks, the main thread calls this method to learn which rank was lost.
         The error message has already been written to stderr.
@@ -165,14 +165,14 @@ class Watcher:
         return self._lost
 
     def report(self, reason: str, *, is_shown: bool = False) -> None:
-        """Informs the other ranks that this rank ends because of ``reason``; takes at most 2 s.
+        """Informs the other ranks that this rank exits because of ``reason``; takes at most 2 s.
 
         Only the first notice of a job is kept, so the notice of a rank that fails as a consequence
         is ignored. After this call, this rank stops watching.
 
         Args:
-            reason: Reason for the end. Only its first line is sent.
-            is_shown: Whether the user has already seen the reason. Other ranks then end silently.
+            reason: Reason for the exit. Only its first line is sent.
+            is_shown: Whether the user has already seen the reason. Other ranks then exit silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -181,7 +181,7 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as done, so that its end is not a loss. Call this after the last barrier.
+        """Marks this rank as done, so that its exit is not a loss. To be called after all barriers.
 
         The call returns when the store has recorded the mark. Rank 0, whose process may run the
         store, also waits up to 5 s until all ranks have left.
@@ -190,7 +190,7 @@ class Watcher:
             self._board.leave(wait_for_all=self._rank == 0)
 
     def close(self) -> None:
-        """Stops watching and ends the threads, unless a loss is already ending the process."""
+        """Stops watching and stops the threads, unless a loss already makes the process exit."""
         self._silence()
         if self._lost is not None:
             return
@@ -227,7 +227,7 @@ class Watcher:
             local.close()
 
     def _judge(self, gone: set[int]) -> None:
-        """Finds out whether ended processes had called :meth:`leave`, and reports the others."""
+        """Reports processes that have exited, except those that had called :meth:`leave`."""
         answer = self._board.ask(gone) if self._board is not None else None
         left, notice = answer if answer is not None else (set(), None)
         if gone - left:
@@ -238,7 +238,7 @@ class Watcher:
 
         Args:
             ranks: Ranks that give no sign of life; empty for a notice. ``_STORE`` if the store does
-                not answer.
+                not reply.
             news: Text of the notice, or reason why the ranks count as lost.
         """
         if ranks == _STORE and self._is_launchers_store:
@@ -251,7 +251,7 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
-        """Announces that a rank is lost, and ends this process after the grace time.
+        """Announces that a rank is lost, and exits this process after the grace time.
 
         Args:
             fact: Text that says which rank was lost and how.
@@ -268,8 +268,8 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
                 "it, start again from the last checkpoint"
             )
-        # A fallback in case this thread never runs again, because another holds the GIL or the
-        # interpreter hangs at exit: the C thread of faulthandler then ends the process.
+        # This thread may never run again, if another thread holds the GIL or the interpreter hangs
+        # at exit. Then the C thread of faulthandler ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
         if not is_shown:
             _write_line(f"error: {self._lost}")
@@ -313,19 +313,19 @@ class _Local:
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
-            # If there is no pidfd (old kernel, sandbox, ended process), polling /proc shows the
-            # end.
+            # If there is no pidfd (old kernel, sandbox, process that has exited), polling /proc
+            # shows the exit.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
                 self._poll.register(fd, select.POLLIN)
 
     def look(self) -> tuple[set[int], set[int]] | None:
-        """Waits until a process ends, for at most one polling interval.
+        """Waits until a process exits, for at most one polling interval.
 
         Returns:
-            Ranks whose processes ended, and ranks that have been stopped for too long; ``None`` if
-            the watcher was closed.
+            Ranks whose processes have exited, and ranks that have been stopped for too long;
+            ``None`` if the watcher was closed.
         """
         gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
@@ -350,7 +350,7 @@ class _Local:
         }
 
     def kill_stopped(self) -> None:
-        """Kills stopped processes, because they do not react to a request to end."""
+        """Kills stopped processes, because they do not react to a request to exit."""
         for rank, (pid, _) in self._pids.items():
             if self._is_stopped(rank):
                 with contextlib.suppress(OSError):
@@ -377,7 +377,7 @@ class _Board:
         adaptive/left/<r>   rank r is done
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    Only calls that the store answers immediately are used while ranks may die. The blocking
+    While ranks may die, only calls to which the store replies immediately are used. The blocking
     ``wait`` is used only at the end, when all ranks leave.
 
     Args:
@@ -414,12 +414,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns the age in seconds of the unanswered call to the store; 0 if there is none."""
+        """Returns how long the store has not replied to a call, in seconds; 0 without a call."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` left, and the notice of a loss; ``None`` without an answer."""
+        """Returns which ``ranks`` left, and the notice of a loss; ``None`` without a reply."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -427,7 +427,7 @@ class _Board:
         return self._call(look, _ASK_S)
 
     def publish(self, fact: str) -> None:
-        """Publishes a notice that a rank is lost, unless there is one already."""
+        """Publishes a notice that a rank is lost, unless the store already has a notice."""
 
         def put(store: dist.Store) -> None:
             if not store.check([_LOST]):
@@ -473,8 +473,8 @@ class _Board:
     def _run(self, store: dist.Store) -> None:
         """Runs jobs, and :meth:`_tick` at every interval. Runs in the store's thread."""
         try:
-            # Use a separate connection, because other calls may block the job's connection for
-            # long.
+            # Use a separate connection, because other calls may block the job's connection for a
+            # long time.
             if hasattr(store, "clone"):
                 store = store.clone()
             store = dist.PrefixStore("adaptive", store)
@@ -524,13 +524,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns a process's start time from /proc, which identifies it; ``None`` if it has ended."""
+    """Returns the start time from /proc, which identifies a process; ``None`` after its exit."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name; only ``X`` for an ended process."""
+    """Returns the fields of /proc/PID/stat after the name; only ``X`` after the process's exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

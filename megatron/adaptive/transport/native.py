@@ -11,7 +11,7 @@ otherwise the tensor is kept until a slot is free::
 A received message is a tensor in a slot, a piece of the channel's own memory. The slot returns to
 the sender when the last view of the tensor is released, in any order and from any thread. If a
 receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
-that the sender is not blocked for ever.
+that the sender is not blocked forever.
 
 ``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes a message's bytes.
 """
@@ -52,8 +52,8 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# The inner function of torch.utils.dlpack, without its checks: arguments are always DLPack
-# capsules.
+# The private function of torch skips the checks of torch.utils.dlpack, which are not needed here:
+# arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
@@ -62,12 +62,12 @@ _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
 def make_tensors_with(module: ModuleType, table: Any) -> None:
     """Lets the extension make and read tensors through torch's table of C functions.
 
-    This takes half as long as with DLPack capsules. Making capsules would take most of the time
-    that a small message needs.
+    This takes half as long as making DLPack capsules, which would take most of the time that a
+    small message needs.
 
     Args:
-        module: The C++ extension, as a Python module.
-        table: Capsule with torch's table of functions, ``None`` for an older torch, which has none.
+        module: Python module of the C++ extension.
+        table: Capsule with torch's table of functions; ``None`` for an older torch without a table.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -83,14 +83,14 @@ class NativeTransport:
     """Sends and receives over channels of the C++ extension. ``connect.py`` opens the channels.
 
     Args:
-        node: The ``_C.Node`` of the C++ extension, whose channels are open.
+        node: Object ``_C.Node`` of the C++ extension, whose channels are open.
         kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
         device: Device on which received tensors are placed.
         describe: Function that returns a peer's display name for error messages.
         least_free: Number of slots per channel that the receiver must leave free for the sender.
-        make_staging: Function that makes the object which copies between GPU and host. Its argument
-            is a function that sends host tensors. By default, :class:`Staging` is used on a GPU,
-            and no such object on a CPU.
+        make_staging: Function that makes the object that copies between GPU and host. Its argument
+            is a function that sends host tensors. The default is :class:`Staging` on a GPU, and no
+            such object on a CPU.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class NativeTransport:
             self._send_odd(peer, label, tensor)
 
     def _send_odd(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Sends a tensor of an uncommon type or memory layout, or any tensor of an older torch."""
+        """Sends a tensor of an uncommon dtype or memory layout, or any tensor of an older torch."""
         action = label.action
         if not tensor.is_cpu:
             raise TransportError(
                 f"{action} for {self._describe(peer)} is on {tensor.device}, but this transport "
-                "was made for tensors of the CPU; make it with that device"
+                "was made for CPU tensors; make the transport with that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
         tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
@@ -181,7 +181,7 @@ class NativeTransport:
         slow = ", ".join(self._describe(peer) for peer, count in waiting.items() if count)
         raise DeadlineError(
             f"{sum(waiting.values())} messages were not taken within {timeout_s:g} s by "
-            f"{slow or 'the device'}; is it alive and on the network?"
+            f"{slow or 'the device'}; check that it runs and can be reached"
         )
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class NativeTransport:
 
 @lru_cache(maxsize=1)
 def _arrival_class(module: ModuleType) -> type[Any]:
-    """Returns the class of received messages whose payload lies in memory of the channel.
+    """Returns the class of received messages whose payload is in memory of the channel.
 
     The extension makes the objects of this class and implements most methods of :class:`Arrival`.
     """
@@ -228,7 +228,7 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns a payload that the extension cannot return without help from Python."""
+            """Returns the payload, in cases that the extension's own method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
@@ -245,15 +245,17 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """Represents a received message for a GPU, which lies in memory of the GPU or of the host.
+    """Represents a received message for a GPU. Its payload is in GPU memory or host memory.
 
     Args:
-        native: The message as an object of the C++ extension, ``_C.Arrival``.
+        native: Message as an object of the C++ extension (``_C.Arrival``).
         staging: Object that copies between the GPU and the channel.
-        least_free: If fewer slots than this are free, the payload is copied out of its slot.
+        least_free: Minimum number of free slots. If fewer are free, the payload is copied out of
+            its slot.
     """
 
-    # Make the attributes of Arrival properties, because most of them are never read.
+    # The attributes of Arrival are properties here: most of them are never read, so computing all
+    # of them in advance would waste time.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
     def __init__(self, native: Any, staging: Staging, least_free: int) -> None:
@@ -269,7 +271,7 @@ class DeviceArrival(Arrival):
     arrived_ns = property(lambda self: self._native.arrived_ns)
 
     def take(self) -> torch.Tensor:
-        """Returns the payload on the GPU, a view of the slot if the slot is in GPU memory."""
+        """Returns the payload on the GPU; usually a view of the slot if that is in GPU memory."""
         if self._copied is not None:
             return self._copied()
         native = self._native
@@ -294,7 +296,7 @@ class DeviceArrival(Arrival):
 
 
 def _viewed(native: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the payload in its own element type, if it was sent as another type."""
+    """Returns the payload, viewed as its original dtype if it was sent as another dtype."""
     variant = native.variant
     return tensor.view(DTYPE_OF[native.dtype, variant]) if variant else tensor
 
@@ -309,7 +311,7 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Returns an action, from a cache: making one takes as long as sending a small message."""
+    """Returns an action from a cache, because making an action takes as long as a small send."""
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
@@ -322,9 +324,10 @@ class NativeQueue:
     """Implements the completion queue with the queue of a ``_C.Node``.
 
     Args:
-        node: The object of the C++ extension that receives the messages, ``_C.Node``.
-        staging: Object that copies between GPU and channels, ``None`` for a CPU.
-        least_free: If fewer slots of a channel than this are free, payloads are copied out of them.
+        node: Object of the C++ extension that receives the messages (``_C.Node``).
+        staging: Object that copies between GPU and channels; ``None`` for a CPU.
+        least_free: Minimum number of free slots of a channel. If fewer are free, payloads are
+            copied out of their slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -334,7 +337,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Type of the items that can be returned unchanged, without a call of _open().
+        # Class of the items that can be returned unchanged, without a call of _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -356,7 +359,7 @@ class NativeQueue:
         )
         self._thread.start()
         # Stop the thread at exit: a daemon thread that returns from C++ after the interpreter has
-        # ended would end the process.
+        # been finalized would crash the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -387,7 +390,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts an item of the node for the executor, or raises it if it is an error."""
+        """Converts an item of the node for the executor. Raises the item if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # Any other item was put into the queue by a Python thread.

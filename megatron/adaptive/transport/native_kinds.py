@@ -1,7 +1,8 @@
 """Declares the transports of the C++ extension: shared memory, RDMA and TCP.
 
-The extension's node opens all native channels of a rank, so ``connect.py`` opens them together. A
-kind declares which ranks it connects, and with which options its channels are opened.
+The extension's node opens all native channels of a rank, so ``connect.py`` opens them together.
+Each class declares which ranks a transport connects, and with which options its channels are
+opened.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """Holds the values from which the options of a rank's native channels are made.
+    """Holds the values from which the options of a rank's native channels are computed.
 
     Attributes:
         size: Number and size of a channel's slots.
@@ -43,7 +44,7 @@ class NativeChannels:
 
 
 class NativeKind(TransportKind):
-    """Declares a transport of the C++ extension; ``connect.py`` opens all of them together.
+    """Declares a transport of the C++ extension. ``connect.py`` opens all such transports together.
 
     Attributes:
         link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.
@@ -118,8 +119,8 @@ class RdmaKind(NativeKind):
         settings = channels.settings
         options = super().channel_options(channels)
         options["num_qps"] = settings.rdma_queue_pairs
-        # If no device is set, the extension uses the RDMA device whose network address the link
-        # has.
+        # If no device is set, the extension uses the RDMA device that has the network address of
+        # the link.
         if settings.rdma_device is not None:
             name, _, port = channels.endpoint.ports[0].partition(":")
             options |= {"device": name, "port": int(port)}
@@ -169,7 +170,7 @@ def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, 
     """Returns the active RDMA ports of this node, and the reason if there are none.
 
     Args:
-        module: The C++ extension, as a Python module.
+        module: Python module of the C++ extension.
         device_name: Name of the RDMA device or port to use; ``None`` for any device. Examples are
             ``mlx5_0`` and ``mlx5_0:1``.
     """

@@ -16,7 +16,8 @@ and one stream at each end. An end posts an operation only when the operation ca
 No compute stream waits for a message, so a late rank delays only the ranks that need its result,
 and not its tensor-parallel neighbours. An arrival is announced only when its data has arrived, so a
 run-time scheduling rule only sees inputs that can be used. The memory of a message is released when
-its send is done. A channel therefore holds the messages that are being sent, and one more.
+its send is done. A channel therefore keeps the memory of the messages that are being sent, and of
+one more message.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ _SEED_BYTES = 40
 _FIRST = -1
 """Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
-CUDA maps streams to a few hardware queues. In such a queue a kernel that cannot start yet blocks
-kernels of other streams. Streams of different priorities use different queues, so no message waits
+CUDA maps streams to a few hardware queues. A kernel that cannot start yet blocks kernels of other
+streams in the same queue. Streams of different priorities use different queues, so no message waits
 behind a computation.
 """
 
@@ -75,14 +76,15 @@ class NcclTransport(GlooTransport):
 
     Args:
         group: Gloo process group of the pipeline's ranks, which is used only for headers.
-        outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0.
+        outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0 in
+            the communicator.
         incoming: Communicator for messages from each peer.
         streams: Object that provides streams of the device.
         peers: Global ranks with which this rank exchanges messages.
         device: Device on which received tensors are placed.
         describe: Function that returns a peer's display name for error messages (host, stage).
-        timeout_s: Maximum time in seconds that a send waits for a peer which takes no messages.
-        completions: Queue for received messages and failures; ``None`` makes a new one.
+        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
+        completions: Queue for received messages and failures; ``None`` to make a new queue.
     """
 
     name = "nccl"
@@ -140,7 +142,7 @@ class NcclTransport(GlooTransport):
             count = sum(self._senders[peer].pending for peer in slow)
             raise DeadlineError(
                 f"{count} messages were not taken within {timeout_s:g} s by "
-                f"{', '.join(map(self._describe, slow))}; is it alive and on the network?"
+                f"{', '.join(map(self._describe, slow))}; check that it runs and can be reached"
             )
 
     def close(self) -> None:
@@ -215,11 +217,11 @@ def free(group: Any, *, is_idle: bool) -> None:
     """Frees a communicator of two ranks.
 
     Args:
-        group: The communicator to free.
+        group: Communicator to free.
         is_idle: Whether no operation is pending. If false, pending operations are aborted, because
             they would never complete.
     """
-    # An older torch has neither method. It frees the communicator with the last reference to it.
+    # An older torch has neither method, but frees a communicator when its last reference is gone.
     end = getattr(group, "shutdown" if is_idle else "abort", None)
     if end is not None:
         end()
@@ -230,7 +232,7 @@ def free(group: Any, *, is_idle: bool) -> None:
 
 
 class Moment(Protocol):
-    """Marks a point in a stream: the end of all work that was submitted before."""
+    """Marks a point in a stream: the end of all work that was submitted before the mark."""
 
     def synchronize(self) -> None:
         """Blocks until the device has reached this point, without holding Python's global lock."""
@@ -240,10 +242,10 @@ class Streams(Protocol):
     """Provides the streams of a device. Any thread may call its methods."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which this device and a new stream on it are current."""
+        """Returns a context in which this device and a new stream of the device are current."""
 
     def mark(self) -> Moment:
-        """Returns the end of all work submitted so far to the calling thread's current stream."""
+        """Marks the end of all work submitted so far to the calling thread's current stream."""
 
     def use(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a tensor that another stream has finished usable in the current stream.
@@ -355,13 +357,14 @@ class NcclKind(TransportKind):
         """Makes a communicator for each channel to or from this rank. Collective over all ranks.
 
         All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        no cycle of waiting ranks can arise, and the pairs of a round connect at the same time.
+        ranks cannot wait for each other in a cycle, and the pairs of a round connect at the same
+        time.
 
         Returns:
             Communicators for messages to each peer, and for messages from each peer, by peer.
 
         Raises:
-            TransportError: If a channel could not be opened. Raised on all ranks.
+            TransportError: A channel could not be opened. Raised on all ranks.
         """
         me = dist.get_rank()
         gathered = opening.gather((list(opening.peers), secrets.token_hex(_SEED_BYTES)))

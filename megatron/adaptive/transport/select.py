@@ -9,10 +9,10 @@
                       else tcp
       no extension    gloo
 
-Each transport declares which ranks it connects (``kind.py``), and this file asks them in the order
-of ``config/transport_specs.py``. It also writes the reason for each choice to the log, and computes
-the memory of a channel. Both ranks of a pair call the same function with the same endpoints, so
-they choose the same transport without negotiation. ``connect.py`` opens the channels.
+Each transport declares which ranks it connects (``kind.py``). This file asks the transports in the
+order of ``config/transport_specs.py``. It also writes the reason for each choice to the log, and
+computes the memory of a channel. Both ranks of a pair call the same function with the same
+endpoints, so they choose the same transport without negotiation. ``connect.py`` opens the channels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Choice:
 
 
 def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
-    """Returns the reason why ``kind`` cannot connect two ranks, ``None`` if it can."""
+    """Returns the reason why ``kind`` cannot connect two ranks; ``None`` if it can."""
     for end in (first, second):
         lack = end.lacks.get(kind)
         if lack is not None:
@@ -62,20 +62,20 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Returns the transports to try for a pair, the best first. The last always works."""
+    """Returns the transports to try for a pair, best first. The last of them always works."""
     return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
-    """Chooses the transport for a pair of ranks; swapping the two ranks gives the same result.
+    """Chooses the transport for a pair of ranks. Swapping the two ranks gives the same result.
 
     Args:
         first: Endpoint of one rank.
         second: Endpoint of the other rank.
-        forced: Transport that the user requires, ``None`` to choose the best.
+        forced: Transport that the user requires; ``None`` to choose the best transport.
 
     Raises:
-        SetupError: If the required transport cannot connect the pair. The message gives the reason.
+        SetupError: The required transport cannot connect the pair. The message gives the reason.
     """
     if first.rank > second.rank:
         first, second = second, first
@@ -84,7 +84,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
         if reason is not None:
             raise SetupError(
                 f"--transport {forced} cannot connect ranks {first.rank} and {second.rank}: "
-                f"{reason}; use --transport auto, or fix that"
+                f"{reason}; use --transport auto, or remove this obstacle"
             )
         return Choice(forced, "asked for")
     missed: list[str] = []
@@ -117,8 +117,8 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorts pairs of ranks into the order in which all ranks connect them.
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
-    contains neither of its ranks. A chain or ring of ranks takes two or three rounds, however long
-    it is. A rank that connects its own pairs in this order waits only for pairs of earlier rounds.
+    contains neither of its ranks. A chain or ring of ranks of any length takes two or three rounds.
+    A rank that connects its own pairs in this order waits only for pairs of earlier rounds.
 
     Args:
         pairs: Pairs of ranks that must be connected, the lower rank first.
@@ -144,7 +144,7 @@ class ChannelSize:
 
     Attributes:
         slot_bytes: Size of a slot in bytes. Larger payloads are sent in several pieces.
-        slots: Number of slots. Each contains one payload or a piece of one.
+        slots: Number of slots. Each slot contains one payload or a piece of a payload.
     """
 
     slot_bytes: int
@@ -157,10 +157,10 @@ class ChannelSize:
 
     @property
     def least_free(self) -> int:
-        """Returns the number of slots, reserved ones included, that a receiver must leave free.
+        """Returns the number of slots that a receiver must leave free, including reserved slots.
 
-        With fewer slots there could be a deadlock: the sender waits for a slot, while the receiver
-        waits for the sender's next message before it returns slots.
+        With fewer free slots there could be a deadlock: the sender waits for a slot, while the
+        receiver waits for the sender's next message before it returns slots.
         """
         return _FREE_SLOTS + self.reservable
 
@@ -176,15 +176,15 @@ def size_of_channel(
     A slot is occupied from the send of its message until the receiver releases the tensor, which
     for an activation is after its backward pass. No sender waits if there is a slot for every
     microbatch in flight, two for messages that are being sent, and two for payloads that are being
-    computed. If that is more than 256 MiB or 64 slots, the channel gets as many slots as fit, at
-    least 4. A receiver that occupies nearly all slots copies the next messages out of their slots,
-    so that the input of its next action can always arrive.
+    computed. If these slots take more than 256 MiB or are more than 64, the channel gets as many
+    slots as these limits allow, but at least 4. A receiver that occupies nearly all slots copies
+    the next messages out of their slots, so that the input of its next action can always arrive.
 
     Args:
-        payload_bytes: Size of the messages in bytes, ``None`` if it varies.
+        payload_bytes: Size of the messages in bytes; ``None`` if the size varies.
         in_flight: Maximum number of messages that the receiver keeps; ``None`` if unknown.
-        slot_bytes: Slot size that the user chose, ``None`` for the default.
-        slots: Number of slots that the user chose, ``None`` for the default.
+        slot_bytes: Slot size in bytes that the user chose; ``None`` for the default.
+        slots: Number of slots that the user chose; ``None`` for the default.
     """
     if slot_bytes is None:
         slot_bytes = DEFAULT_SLOT_BYTES if payload_bytes is None else payload_bytes

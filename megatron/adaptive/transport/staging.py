@@ -1,9 +1,9 @@
 """Sends GPU tensors through a native channel without synchronizing the GPU.
 
 If a channel connects the memories of two GPUs directly (``cuda-ipc``, described in
-``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits and returns slots. This file then
-only passes the compute stream to the extension. Otherwise tensors go through pinned (page-locked)
-memory of the host::
+``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits for the copies and returns slots.
+This module then only passes the compute stream to the extension. Otherwise tensors go through
+pinned (page-locked) memory of the host::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
@@ -14,8 +14,9 @@ waits for events of its stream, without holding Python's global lock (GIL), so t
 never waits.
 
 Slots in shared memory are pinned when the channel is opened, so that the GPU can copy to and from
-them directly. If pinning fails, for example because of a limit on locked memory, and also over
-networks, copies go through buffers of the GPU driver. Such copies are slower and block.
+them directly. If pinning fails, for example because of a limit on locked memory, copies go through
+buffers of the GPU driver. So do copies for messages over networks. Such copies are slower and
+block.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Staging:
     """Copies tensors between a GPU and the channels of a native transport.
 
     Args:
-        node: The ``_C.Node`` that owns the channels. The executor's thread and a worker thread of
-            this object use the channels in turn.
+        node: Object ``_C.Node`` that owns the channels. The executor's thread and a worker thread
+            of this object use the channels in turn.
         device: GPU to and from which tensors are copied.
         peers: Global ranks to which this rank has a channel.
-        send_from_host: Function that sends a host tensor; copies it unless it is in a slot.
+        send_from_host: Function that sends a host tensor. It copies the tensor into a slot unless
+            the tensor is already in a slot.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Staging:
         self._pinned: list[int] = []
         # Peers to which this rank sends from pinned slots.
         self._pinned_out: set[int] = set()
-        # Slot size for each peer whose channel connects two GPUs directly; other peers are missing.
+        # Slot size by peer, only for peers whose channel connects two GPUs directly.
         self._slot_bytes: dict[int, int] = {}
         # Guards the node's channels, which the executor's thread and a worker use.
         self._lock = threading.Lock()
@@ -96,9 +98,9 @@ class Staging:
             with self._lock:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
-            # No pinned slot that is large enough is free. A copy into unpinned memory would block
-            # this thread until the computation is done. So the payload is copied into other pinned
-            # memory, from which the worker copies it into a slot.
+            # There is no free pinned slot that is large enough. A copy into unpinned memory would
+            # block this thread until the computation is done. So the payload is copied into other
+            # pinned memory, from which the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
             host = host.view(payload.dtype)
@@ -118,7 +120,7 @@ class Staging:
         self._committing.do(commit)
 
     def _send_between_gpus(self, peer: int, label: Label, payload: torch.Tensor) -> None:
-        """Sends a tensor by the extension; copies it to the host first if it fits into no slot."""
+        """Sends a tensor through the extension. Copies it to the host first if no slot fits it."""
         stream = torch.cuda.current_stream(self._device)
         is_direct = 0 < payload.nbytes <= self._slot_bytes[peer]
         if not is_direct:
@@ -204,7 +206,7 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies are done and sent. Returns False if the time limit passed."""
+        """Waits until all copies are done and sent. Returns False if the time limit is exceeded."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
@@ -219,7 +221,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Makes the GPU current in a worker's thread, in which the worker then runs its jobs."""
+        """Makes the GPU the current device of a worker's thread, which then runs the jobs."""
         self.make_current()
         yield
 

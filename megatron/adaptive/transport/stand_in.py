@@ -1,15 +1,15 @@
 """Stands in for the channels of a rank whose peers do not exist, as in ``plan --try``.
 
-Messages of this rank go nowhere, and its inputs are made here, in the order in which the rank needs
-them::
+Messages of this rank are not sent to any rank, and its inputs are random numbers, made in the order
+in which the rank needs them::
 
     peer that does not exist                        executor
       slots with made numbers ── view of a slot ──>   wait()
       slots that nobody reads <────── copy ────────   send(peer, label, tensor)
 
-The slots are as many and as large as those of shared memory, and are all in use from the start, so
-that they occupy the same memory. On a CPU they are outside of the C library's heap, whose size
-depends on what is allocated there.
+Number and size of the slots are as with shared memory. All slots are written at the start, so that
+they occupy the same memory as with shared memory. On a CPU the slots are outside of the C library's
+heap, so that the slots do not influence the size of the heap.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.select import size_of_channel
 
 _SIZE = 0.01
-"""Standard deviation of made numbers. It keeps losses finite, and is far from numbers so small that
-CPUs compute slowly with them."""
+"""Standard deviation of the random inputs. It is small enough to keep losses finite, and large
+enough to avoid subnormal numbers, with which CPUs are slow."""
 
 
 class ExpectedInput(NamedTuple):
-    """Describes an input that a rank needs from another one.
+    """Describes an input that a rank needs from another rank.
 
     Attributes:
         action: Action of this rank that needs the input.
-        peer: Global rank that would send it.
-        length: Number of token positions in the input; ``None`` for as many as in the largest.
+        peer: Global rank that would send the input.
+        length: Number of token positions in the input; ``None`` for the length of the largest
+            message.
     """
 
     action: Action
@@ -59,7 +60,7 @@ class _Slots:
 
     Args:
         accelerator: Device of this rank, in whose memory the slots are.
-        values: Numbers with which every slot is filled.
+        values: Tensor that is copied into every slot.
         count: Number of slots.
     """
 
@@ -74,18 +75,18 @@ class _Slots:
         self._slots = itertools.cycle(slots.copy_(values).unbind())
 
     def next(self) -> torch.Tensor:
-        """Returns the next slot. It may still be in use, because nobody reads what is in it."""
+        """Returns the next slot. It may still be in use, because no rank reads its content."""
         return next(self._slots).detach()
 
 
 class StandIn:
-    """Has the members of :class:`~megatron.adaptive.transport.interface.Transport`.
+    """Implements :class:`~megatron.adaptive.transport.interface.Transport` without peers.
 
-    It is also its own completion queue, whose items are made when the rank waits for them.
+    The object is also its own completion queue. An input is made when the rank waits for it.
 
     Args:
         accelerator: Device of this rank.
-        payloads: Shape and type of the messages.
+        payloads: Shape and dtype of the messages.
         peers: Global ranks with which this rank would exchange messages.
         options: Settings of the connections.
     """
@@ -124,14 +125,14 @@ class StandIn:
         """Sets the inputs of the next step.
 
         Args:
-            step: Number of the step, as the executor counts them from 0.
+            step: Number of the step, counted from 0 as in the executor.
             expected: Inputs of the step, in the order in which the rank's actions need them.
         """
         self._step = step
         self._expected = deque(expected)
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function that is called with errors; there are no other items to report."""
+        """Registers a function that is called with errors, the only items that are reported."""
         self._errors.listen(listener)
 
     def put(self, item: Item | Exception) -> None:
@@ -139,11 +140,11 @@ class StandIn:
         self._errors.put(item)
 
     def poll(self) -> Item | None:
-        """Returns ``None``: inputs are made only when the rank waits for them."""
+        """Returns ``None``, because inputs are made only by :meth:`wait`. Raises a queued error."""
         return self._errors.poll()
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Returns the next input at once, or ``None`` if the step needs no more."""
+        """Returns the next input at once, or ``None`` if the step needs no more inputs."""
         error = self._errors.poll()
         if error is not None or not self._expected:
             return error
@@ -158,11 +159,11 @@ class StandIn:
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a new tensor of a shape and type, on the device of this rank."""
+        """Returns a new tensor of this shape and dtype, on the device of this rank."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Returns nothing, because there are no links."""
+        """Returns an empty dictionary, because there are no links."""
         return {}
 
     def flush(self, timeout_s: float) -> None:

@@ -18,8 +18,8 @@ class Worker:
     Args:
         name: Name of the thread.
         failed: Function that the thread calls with the error of a failed job, before the next job.
-        within: Function that makes the context manager for all jobs (device and stream). The thread
-            enters it once.
+        within: Function that returns a context manager, for example one that selects device and
+            stream. The thread enters it once, before the first job.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that were added and are not done yet."""
+        """Returns the number of jobs that were added and are not finished yet."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
@@ -55,7 +55,8 @@ class Worker:
             end_s: Time at which the wait ends, by ``time.monotonic``.
 
         Returns:
-            Whether all jobs are done. False if the time passed or :meth:`give_up` was called.
+            True if all jobs are done. False if ``end_s`` passed or :meth:`give_up` was called
+            before.
         """
         with self._moved:
             self._moved.wait_for(
@@ -71,13 +72,13 @@ class Worker:
             self._moved.notify_all()
 
     def close(self, limit_s: float | None = None) -> bool:
-        """Stops the thread when it has done the jobs in its queue.
+        """Stops the thread after the jobs that are in its queue.
 
         Args:
-            limit_s: Maximum time in seconds to wait for the thread, ``None`` for no limit.
+            limit_s: Maximum time in seconds to wait for the thread; ``None`` for no limit.
 
         Returns:
-            Whether the thread has ended.
+            True if the thread has stopped; False if the time limit passed.
         """
         self._jobs.put(None)
         self._thread.join(limit_s)
