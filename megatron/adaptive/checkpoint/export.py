@@ -99,7 +99,7 @@ def _opened(
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
-        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
+        raise CheckpointError(f"{checkpoints} holds no checkpoint: pass the folder given to --save")
     path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
@@ -109,13 +109,13 @@ def _opened(
         raise CheckpointError(
             f"{path} does not say which {CONFIG} its model has"
             + (f" ({like} is gone)" if like else "")
-            + ": give a folder with one as --config"
+            + ": pass a folder that has one to --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
     require_same(config, model.settings, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
-        raise CheckpointError(f"{output} holds a model already: name another --output")
+        raise CheckpointError(f"{output} holds a model already: pass another --output")
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"]),
@@ -235,7 +235,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     """Returns the tensors to export for a model without adapters.
 
     Returns:
-        Element type and shape of each tensor, and a function that reads a tensor by name.
+        Dtype and shape of each tensor, and a function that reads a tensor by name.
     """
     if exported.config.lora.is_on:
         raise CheckpointError(
@@ -257,7 +257,7 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
     """Returns the tensors to export for a model with the adapters added to its weights.
 
     Returns:
-        Element type and shape of each tensor, and a function that reads a tensor by name.
+        Dtype and shape of each tensor, and a function that reads a tensor by name.
     """
     transposed = {
         run.name for tensor in exported.tensors.values() for run in tensor.rows if run.transposed
@@ -299,7 +299,7 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     Args:
         path: Path of the original ``config.json``.
         document: Content of the original file.
-        dtype: Element type of the exported tensors, which replaces the original one.
+        dtype: Dtype of the exported tensors, which replaces the original one.
     """
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
@@ -333,8 +333,8 @@ def require_same(
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
-                    " folder of the checkpoint's model as --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, but {where} has {expected}: pass"
+                    " the folder of the checkpoint's model to --config"
                 )
 
 
@@ -398,7 +398,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                 raise CheckpointError(
                     f"{file}: {name} has shape {has} there and {asked} in this model with"
                     f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
+                    f" {config.lora.lora_targets}: remove these flags, or load adapters of this"
                     " model"
                 )
         with torch.no_grad():

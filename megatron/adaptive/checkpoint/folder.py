@@ -78,13 +78,13 @@ _TRACKER_DIGITS = 18
 
 
 class StepFolders:
-    """A folder with one subfolder per step; each has a manifest that lists its files.
+    """A folder with one subfolder per step. Each subfolder has a manifest that lists its files.
 
     Args:
         path: Path of the folder, which need not exist.
 
     Attributes:
-        lease: Lease that lets only this job write to the folder, ``None`` to write without one.
+        lease: Lease that lets only this job write to the folder, ``None`` to write without a lease.
         manifest_name: Name of the manifest file, which only complete subfolders have.
     """
 
@@ -116,7 +116,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the paths of the complete subfolders by step, in ascending order."""
+        """Returns the path of each complete subfolder by step, in ascending order of the steps."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
@@ -131,10 +131,12 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to resume from, in the order to try, if the user named no step.
+        """Yields the steps to try to resume from, in order. Used if the user chose no step.
 
-        The first is the latest step. Without a tracker it may be a later step whose manifest was
-        lost, so that the damage is noticed. Earlier steps follow, the newest first.
+        The first is the latest complete step. Without a tracker, the first may be a later step
+        whose
+        manifest is missing, so that the user learns of the damage. Earlier steps follow, newest
+        first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -153,7 +155,7 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Removes what crashed runs left behind, and makes an empty partial folder for a step.
+        """Cleans up after crashed runs with :meth:`clear`, and makes a step's empty partial folder.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -166,7 +168,9 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes what crashed runs left, so that earlier jobs cannot rename it into place.
+        """Removes or restores the hidden folders that crashed runs left behind.
+
+        If an earlier job still runs, it can then no longer rename its partial folder into place.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -245,18 +249,18 @@ class StepFolders:
         return complete
 
     def keep(self, number: int, also: Collection[int] = ()) -> None:
-        """Removes complete subfolders except the newest; ignores errors of the file system.
+        """Removes all complete subfolders except the newest ones; ignores file system errors.
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps to keep as well.
+            also: Older steps whose subfolders are kept as well.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a complete subfolder; ignores errors of the file system."""
+        """Removes a complete subfolder; ignores file system errors."""
         # Rename the subfolder first, so that nobody loads it while its files are being removed.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
@@ -264,7 +268,7 @@ class StepFolders:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Removes a step's partial folder; ignores errors of the file system."""
+        """Removes a step's partial folder; ignores file system errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
@@ -328,7 +332,7 @@ class StepFolders:
             return f"{outside[0]!r} is no name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is that of iteration {iteration}, and its step {body['step']}"
+            return f"its progress is at iteration {iteration}, but its step is {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:

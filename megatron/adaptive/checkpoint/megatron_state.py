@@ -406,8 +406,9 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 def _leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers in megatron-core's chain.
 
-    There is one optimizer. With expert parallelism, a second optimizer follows, for the experts.
-    With muon, a second one follows as well, for all weights that muon does not train.
+    Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
+    optimizer follows for the experts. With muon, a second optimizer follows for all weights that
+    muon does not train.
     """
     return list(optimizer.chained_optimizers)
 
@@ -462,7 +463,7 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Gives the groups of muon, which counts no steps, the step count of the second optimizer."""
+    """Copies the second optimizer's step count to the groups of muon, which counts no steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 

@@ -7,8 +7,8 @@
     (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
 The trainer and ``Pipeline`` each have a function that returns their state as a :class:`TakenState`.
-This module does the rest for both: a checkpoint is either complete or absent, old checkpoints are
-removed, and only one save runs at a time.
+For both, this module ensures that a checkpoint is either complete or absent, that old checkpoints
+are removed, and that only one save runs at a time.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class CheckpointSaver:
     def completed(self) -> tuple[int, Path] | None:
         """Returns step and path of a checkpoint that was completed in the background.
 
-        Returns each such checkpoint once, and ``None`` if there is no other.
+        Returns each such checkpoint once. ``None`` means that no further checkpoint is complete.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -209,7 +209,7 @@ class CheckpointSaver:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until that of iteration {step} is written in its place"
+                f"{error}; training waits until the one of iteration {step} is written instead"
             )
             return True
         return False

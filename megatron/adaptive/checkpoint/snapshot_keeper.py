@@ -20,7 +20,7 @@ an authentication code (MAC). The rank gets an answer once the buddy has receive
 Both nodes store a checksum of the sent bytes with the step. A restore compares these checksums.
 Ranks connect over a Unix socket, which accepts only the same user. Buddies connect over TCP and
 must prove that they know the job's secret. A restore opens the files through their descriptors in
-this process (``/proc/<pid>/fd``). Snapshots are lost when this process ends.
+this process (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
 
 This module does not import torch, because the node's agent does not load torch.
 """
@@ -272,7 +272,8 @@ class SnapshotKeeper:
         """Waits until no connection is open, and returns a description of each snapshot file.
 
         Args:
-            within_s: Maximum time in seconds to wait for the end of ranks and of transfers.
+            within_s: Maximum time in seconds to wait until ranks have exited and transfers are
+                done.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -354,7 +355,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Serves a rank until it ends: sends each copied step to the buddy and confirms it."""
+        """Serves a rank until it exits: sends each copied step to the buddy and confirms it."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -424,7 +425,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts the snapshots in a file; at the second, discards the file that this file replaced.
+        """Counts a file's snapshots; after the second, discards the file that this one replaced.
 
         A rank makes a new file if the number or shapes of its tensors change, for example because
         stages move.

@@ -5,7 +5,7 @@
     __<rank>_0.distcp    file of a rank: its tensors, then its objects, each as torch.save does
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
                          [ pickled object | the same as plain values ] ...
-    .metadata            name, offset in the whole tensor, file and position of each of them
+    .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same as JSON, with the positions of the raw bytes and plain values
 
 This module writes every checkpoint: those of the trainer, which megatron-core reads as
