@@ -124,8 +124,8 @@ def calibrate(
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace lacks the layers of its stages, or these differ from the model. Or its
-            sequences were cut into slices.
+        ConfigError: A trace lacks the number of layers of each stage, the numbers do not fit the
+            model, or sequences were cut into slices.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     for run in runs:

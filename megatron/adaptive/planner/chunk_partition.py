@@ -264,10 +264,10 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Returns a plan with its prediction. If sequences are cut, chooses how much a rank may hold.
+    """Returns a plan with its prediction. If sequences are cut, chooses the limit on activations.
 
-    Of several limits, the largest is chosen with which the plan fits into memory. If there is none,
-    the plan has the default limit. Plans without slices always have it.
+    The limit is the largest of several candidates with which the plan fits into memory. If the plan
+    fits with none of them, or sequences are not cut, the plan has the default limit.
     """
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:

@@ -224,7 +224,7 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
     """Returns a module as a model for the planner, with one layer per piece between cut points.
 
-    Gradients and Adam state have the number format of the parameters.
+    Gradients and Adam state have the data type of the parameters.
 
     Args:
         layers: Value of the key ``model`` in the module's profile.

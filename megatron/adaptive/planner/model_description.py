@@ -33,7 +33,7 @@ class Precision:
     """Size in bytes of each kind of number in a training run.
 
     Attributes:
-        name: Name of the number format, such as ``bf16``.
+        name: Name of the data type, such as ``bf16``.
         element_bytes: Size of an activation's element in bytes, in memory and in messages.
         parameter_bytes: Size in bytes of a weight, in the copy that layers read.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
@@ -69,7 +69,7 @@ class Precision:
         )
 
     def with_fp8(self) -> Precision:
-        """Returns the precision with matrix products in fp8.
+        """Returns the precision with matmuls in fp8.
 
         Raises:
             ConfigError: The precision is not bf16.
@@ -80,10 +80,10 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Returns the sizes with which Megatron trains with Adam in a number format.
+        """Returns the sizes with which Megatron trains with Adam in a data type.
 
         Args:
-            name: Name of the number format: ``fp32``, ``fp16`` or ``bf16``.
+            name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
             ConfigError: The name is none of these.
@@ -119,7 +119,7 @@ class LayerKind:
         workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
             parallelism divides it.
         weight_bytes: Size of the data from which weight gradients are computed, in bytes. These are
-            the matrix products' inputs and output gradients, if tensor parallelism divides them.
+            the matmuls' inputs and output gradients, if tensor parallelism divides them.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
             backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the

@@ -98,7 +98,7 @@ def preset(
 
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
-        precision: Number format of the training run: ``fp32``, ``fp16`` or ``bf16``.
+        precision: Data type of the training run: ``fp32``, ``fp16`` or ``bf16``.
         attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the default of
             the preset.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -141,7 +141,7 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Number format, which overrides ``--fp16`` and ``--bf16``. Without any, it is
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is
             fp32, which is also the default of a run.
         attention: Implementation of attention, if the arguments do not choose one. It is one of
             ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
@@ -172,7 +172,7 @@ def settings_model(
     Args:
         settings: Values of the model's settings, by the names of their fields.
         name: Name of the model, by which profiles are matched to models.
-        precision: Number format: ``fp32``, ``fp16`` or ``bf16``.
+        precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
         attention: Implementation of attention, one of ``ATTENTIONS``, if the settings do not choose
             one.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -469,8 +469,8 @@ def read_model(
         text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
-        precision: Number format, which overrides that of the model.
-        default: Number format for models that do not name one.
+        precision: Data type, which overrides that of the model.
+        default: Data type for models that do not name one.
         attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.

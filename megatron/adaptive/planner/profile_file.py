@@ -61,7 +61,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The content is that of a plan file, of which no rank was tried.
+        ConfigError: The content is a plan file in which no rank was tried.
     """
     if not isinstance(content, dict) or "degrees" not in content:
         return content
@@ -106,7 +106,7 @@ def document(
 ) -> dict[str, Any]:
     """Makes the contents of a profile file from measurements.
 
-    Each argument is the value of the key with its name; ``None`` leaves the key out.
+    Each argument is the value of the key of the same name. ``None`` omits the key.
 
     Args:
         model: Name of the model, and its arguments or layers.
@@ -141,7 +141,7 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the present time, in the format of the key ``made`` in a profile file."""
+    """Returns the current time, in the format of the key ``made`` in a profile file."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -334,7 +334,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     Args:
         path: Path of the file, which is JSON if its name ends with ``.json``, otherwise CSV.
         name: Name of the model.
-        precision: Number format of the messages between pieces.
+        precision: Data type of the messages between pieces.
 
     Returns:
         Contents of a profile file, with the pieces as the model's layers.
@@ -398,7 +398,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Raises an error if the layers of a profile differ from a model's. Their number may differ.
+    """Checks that a profile's kinds of layers are those of a model. Numbers of layers may differ.
 
     Args:
         content: Contents of the profile file.

@@ -111,8 +111,8 @@ pipeline is not timed under other schedules. A 1F1B step takes at most the time 
 through all stages plus the work of the busiest rank. Both are lower bounds for every schedule, so
 no other schedule takes less than half as long."""
 _NO_HOPE = 1.08
-"""A first partition into chunks is not improved further if its step time exceeds the best one so
-far by more than this factor."""
+"""Limit on the step time of a first partition into chunks, divided by the best step time so far.
+Above this limit, the partition is not improved further."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while layers are moved between stages."""
 

@@ -538,7 +538,7 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every layer range that is no stage of a partition.
+    """Returns ``after`` with infinity for every layer range that is not a stage of a partition.
 
     Args:
         after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
