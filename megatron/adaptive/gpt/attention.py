@@ -89,7 +89,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention layer that uses a fused kernel of torch where possible, or else megatron-core.
+    """Attention layer that uses a fused kernel of torch if possible, otherwise megatron-core.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -313,8 +313,9 @@ class LocalAttention(DotProductAttention):
 
         Args:
             query: Queries ``[s, b, heads, width]``.
-            key: Keys ``[s, b, heads, width]``; there may be more, and the queries then belong to
-                the last of them.
+            key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
+                queries
+                belong to the last tokens of the keys.
             value: Values, in the same form as ``key``.
             mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
                 ``[b, 1, s, s]``. None for causal attention.
@@ -398,9 +399,11 @@ class LocalAttention(DotProductAttention):
 class _AttendToEarlier(torch.autograd.Function):
     """Computes attention of a sequence's last tokens with torch's kernel for CPUs, in two parts.
 
-    The kernel hides later tokens only if there are as many keys as queries. A mask would also make
-    it compute what is hidden. So it runs once for the keys before the queries' tokens and once for
-    the rest, and the results are joined by the logarithms of their sums of exponentials.
+    The kernel applies a causal mask only if there are as many keys as queries. With an explicit
+    mask, it would also compute the masked scores. So the kernel runs twice: once for the keys
+    before
+    the queries' tokens, and once for the keys of these tokens. The two results are joined by the
+    logarithms of their sums of exponentials.
     """
 
     @staticmethod
@@ -442,7 +445,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the keys before the queries' tokens and the rest, and whether a part is causal."""
+    """Returns the keys before the queries' tokens, then the others, and whether each is causal."""
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
 

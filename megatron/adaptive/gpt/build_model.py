@@ -583,7 +583,7 @@ def fuse_adam(inner: Any) -> None:
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
     """Returns megatron-core's scheduler of learning rate and weight decay.
 
-    The warm-up and other lengths are given to it as numbers of samples.
+    The scheduler counts the warm-up and all other lengths in samples.
     """
     settings = config.optimizer
     batch = config.batch.global_batch_size
@@ -629,7 +629,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
     multiplied by 2, because the other weights have no gradients.
 
-    Only matrix products are counted. Experts count only if they process the token, and attention
+    Only matmuls are counted. Experts count only if they process the token, and attention
     scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
     the adapters themselves are not counted.
 

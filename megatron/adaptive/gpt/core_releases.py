@@ -82,7 +82,7 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes the losses that balance experts, which have the number of layers of their model."""
+    """Removes the losses that balance experts. They have one entry per layer of an old model."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 

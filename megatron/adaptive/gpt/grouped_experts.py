@@ -23,8 +23,8 @@ def check() -> None:
     """Raises an error if grouped experts cannot be computed without Transformer Engine.
 
     Raises:
-        ConfigError: The release of megatron-core does not support it, or the package grouped_gemm
-            is not installed.
+        ConfigError: The release of megatron-core does not support grouped experts, or the package
+            grouped_gemm is not installed.
     """
     if _GroupedMLP is None:
         raise ConfigError(

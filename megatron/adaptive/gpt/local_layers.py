@@ -72,7 +72,7 @@ class NormAroundZero(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width)) if has_mean else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalizes ``hidden [..., width]``; the result has the same element type."""
+        """Normalizes ``hidden [..., width]``; the result has the same dtype."""
         weight = 1.0 + self.weight.float()
         shape = self.weight.shape
         if self.bias is None:
@@ -98,10 +98,10 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Returns the classes of the projections and norms; megatron-core 0.19 calls it.
+        """Returns the classes of the projections and norms. Called by megatron-core 0.19.
 
         Without compressed queries, 0.19 normalizes the input of the queries' projection, in a class
-        of Transformer Engine. Here nothing normalizes queries then, as in other releases.
+        of Transformer Engine. This class then leaves queries unnormalized, as other releases do.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)

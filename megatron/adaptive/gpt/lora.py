@@ -1,8 +1,8 @@
 """Trains adapters (LoRA) of the frozen linear layers of megatron-core's GPT model.
 
 An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
-may combine several layers of the Hugging Face model, such as query, key and value. They are called
-its parts. Each part has its own pair of matrices, and two tensors store all pairs::
+may combine several layers of the Hugging Face model, such as query, key and value. These are the
+parts of the layer. Each part has its own pair of matrices, and two tensors store all pairs::
 
     a  [n * rank, in]   matrices A of n parts, stacked
     b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
@@ -207,7 +207,7 @@ class _Adapted:
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the matrix product, which Transformer Engine may normalize first."""
+        """Returns the input of the matmul, which Transformer Engine may normalize first."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden
