@@ -322,7 +322,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the mode whose present or former name resembles ``word`` most; empty if none does."""
+    """Returns the mode whose current or former name resembles ``word`` most; empty if none does."""
     targets = {}
     for mode in modes:
         targets[mode.former] = mode.name

@@ -288,14 +288,14 @@ _worker_encoder: list[_Encoder] = []
 
 
 def _start_worker(spec: PreprocessSpec) -> None:
-    # Ignore Ctrl-C in the worker. The parent removes the temporary files and ends the workers.
+    # Ignore Ctrl-C in the worker. The parent removes the temporary files and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder.append(_Encoder(spec))
 
 
 def _end_with_parent() -> None:
-    """Ends this worker if the parent dies; otherwise it would wait forever for work."""
+    """Stops this worker if the parent dies; otherwise the worker would wait forever for work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -95,14 +95,14 @@ def measure_link(
         transport: Message channels of this rank; no message may be in flight on them.
         peer: Global rank of the other end, which must call this function at the same time.
         leads: Whether this rank sends first and decides when to stop; true for one of the two.
-        payload: Tensor to send, with the size and type of those in a training step.
+        payload: Tensor to send, with the size and dtype of the messages in a training step.
         timeout_s: Maximum time in seconds to wait for a message.
         rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.
         clock: Function that returns the time in seconds.
 
     Raises:
         DeadlineError: The peer did not answer in time.
-        TransportError: The peer has ended.
+        TransportError: The peer has exited.
     """
     rounds = rounds or Rounds()
     medians = []

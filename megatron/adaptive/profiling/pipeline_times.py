@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of the microbatches' times at which they are treated as equal."""
+"""Maximum relative spread of microbatch times at which the times are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -172,15 +172,15 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns for how many microbatches every rank can hold activations under another layout.
+    """Returns the number of microbatches whose activations all ranks can hold in another layout.
 
     Args:
         samples: Measurements under ``present``, at least one of every rank.
-        present: Present assignment of stages to ranks.
+        present: Current assignment of stages to ranks.
         target: Assignment of stages to ranks for which the result is computed.
-        layers: Present number of layers of each stage; needed with ``others``.
+        layers: Current number of layers of each stage; needed with ``others``.
         others: Number of layers of each stage for which the result is computed. Empty for the
-            present numbers. The estimate is cautious: a layer that leaves a stage frees the
+            current numbers. The estimate is cautious: a layer that leaves a stage frees the
             smallest mean layer size of any stage, and one that arrives needs the largest mean of a
             middle stage.
 

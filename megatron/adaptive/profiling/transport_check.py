@@ -71,7 +71,7 @@ class TransportCheck:
             equal on all ranks.
 
         Raises:
-            TransportError: A rank has ended.
+            TransportError: A rank has exited.
         """
         first: dict[str, int] = {}
         for endpoint in self._endpoints[1:]:
@@ -170,7 +170,7 @@ def check_contents(transport: Transport, peer: int, device: torch.device) -> Non
 
     Raises:
         DeadlineError: The peer did not answer in time.
-        TransportError: A message arrived changed, or the peer has ended.
+        TransportError: A message arrived changed, or the peer has exited.
     """
     for size in _SIZES:
         payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)

@@ -2,6 +2,7 @@
 
 A logger is a subclass of :class:`Logger`. The loggers of this package are modules of the folder
 ``loggers``, where this module finds them. Your own logger can be anywhere: give ``--logger
+``loggers``, where this module finds them. Your own logger can be anywhere: pass ``--logger
 package.module:Class``. A package can also publish its loggers as entry points of the group
 ``megatron_adaptive.loggers``, which are selected by name.
 """

@@ -106,8 +106,9 @@ class ProfileOptions:
         links: Whether to measure links between ranks and all-reduces.
         backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
             would use.
-        alone: Whether this process measures without the other ranks, whose collectives then take no
-            time.
+        alone: Whether this process measures without the other ranks of the job. Collectives with
+            them
+            then take no time.
     """
 
     name: str
