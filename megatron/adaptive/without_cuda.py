@@ -504,8 +504,8 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
 
-    The real package computes the matmuls of all experts in one kernel, to save launches. A
-    CPU launches no kernels, so one matmul per expert is as fast.
+    The real package computes the matmuls of all experts in one kernel, to save launches. A CPU
+    launches no kernels, so one matmul per expert is as fast.
     """
 
     def products(

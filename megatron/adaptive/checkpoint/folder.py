@@ -134,9 +134,8 @@ class StepFolders:
         """Yields the steps to try to resume from, in order. Used if the user chose no step.
 
         The first is the latest complete step. Without a tracker, the first may be a later step
-        whose
-        manifest is missing, so that the user learns of the damage. Earlier steps follow, newest
-        first.
+        whose manifest is missing, so that the user learns of the damage. Earlier steps follow,
+        newest first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.

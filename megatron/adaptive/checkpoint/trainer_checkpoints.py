@@ -575,8 +575,7 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Reserves the folder ``--save`` for this job, and finishes the previous run's upload to it.
 
     The upload is finished only if this run resumes from the newest checkpoint in ``--save``.
-    Without
-    ``--save``, the function does nothing.
+    Without ``--save``, the function does nothing.
 
     Returns:
         Local disk of this node for checkpoints, ``None`` if the run uses none.

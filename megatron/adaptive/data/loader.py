@@ -20,10 +20,10 @@ thus agree on the number and sizes of the microbatches without exchanging messag
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so
-that most rows are single slices. If all rows of a step must have the same number of slices, this
-number depends on the longest sample of the step. It is up to a quarter larger than that sample
-needs, if rows then have less padding.
+With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so that
+most rows are single slices. If all rows of a step must have the same number of slices, this number
+depends on the longest sample of the step. It is up to a quarter larger than that sample needs, if
+rows then have less padding.
 """
 
 from __future__ import annotations

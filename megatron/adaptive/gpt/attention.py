@@ -314,8 +314,7 @@ class LocalAttention(DotProductAttention):
         Args:
             query: Queries ``[s, b, heads, width]``.
             key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
-                queries
-                belong to the last tokens of the keys.
+                queries belong to the last tokens of the keys.
             value: Values, in the same form as ``key``.
             mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
                 ``[b, 1, s, s]``. None for causal attention.
@@ -401,9 +400,8 @@ class _AttendToEarlier(torch.autograd.Function):
 
     The kernel applies a causal mask only if there are as many keys as queries. With an explicit
     mask, it would also compute the masked scores. So the kernel runs twice: once for the keys
-    before
-    the queries' tokens, and once for the keys of these tokens. The two results are joined by the
-    logarithms of their sums of exponentials.
+    before the queries' tokens, and once for the keys of these tokens. The two results are joined by
+    the logarithms of their sums of exponentials.
     """
 
     @staticmethod

@@ -629,9 +629,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
     multiplied by 2, because the other weights have no gradients.
 
-    Only matmuls are counted. Experts count only if they process the token, and attention
-    scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
-    the adapters themselves are not counted.
+    Only matmuls are counted. Experts count only if they process the token, and attention scores
+    only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and the
+    adapters themselves are not counted.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all attention scores;

@@ -38,8 +38,8 @@ class Gpu:
         name: Name of the GPU in cluster files.
         memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
         memory_bytes_per_s: Bandwidth of its memory in bytes per second.
-        flops: Peak speed of dense matmuls in operations per second, by dtype. Types
-            are ``bf16``, ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
+        flops: Peak speed of dense matmuls in operations per second, by dtype. Types are ``bf16``,
+            ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
         source: Title of the data sheet with these figures.
     """
 

@@ -1,10 +1,10 @@
 """Computes the time and memory of layers on one node type.
 
 The time of a layer comes from a profile if it was measured. Otherwise it is estimated from the
-GPU's data sheet (:func:`make_estimator`). Matmuls run at 70% of the arithmetic peak. All
-other operations move their operands through memory at 80% of the bandwidth. No pass of a layer is
-faster than the launches of its kernels. An example: a layer with 1e12 operations per forward pass,
-whose activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
+GPU's data sheet (:func:`make_estimator`). Matmuls run at 70% of the arithmetic peak. All other
+operations move their operands through memory at 80% of the bandwidth. No pass of a layer is faster
+than the launches of its kernels. An example: a layer with 1e12 operations per forward pass, whose
+activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
@@ -552,8 +552,8 @@ LAUNCH_S = 5e-6
 """Time of launching one kernel, in seconds. Source: NVIDIA's CUDA programming guides name some
 microseconds."""
 _KERNELS = 20
-"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 more
-in the attention, 2 norms, and biases, activation, softmax, dropout and additions."""
+"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 more in the
+attention, 2 norms, and biases, activation, softmax, dropout and additions."""
 _FEW_KERNELS = 4
 """Number of kernels in the forward pass of any other layer, and in computing weight gradients."""
 _OPTIMIZER_MOVES = 7

@@ -141,8 +141,8 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is
-            fp32, which is also the default of a run.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is fp32,
+            which is also the default of a run.
         attention: Implementation of attention, if the arguments do not choose one. It is one of
             ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
             attention scores is still counted if no kernel supports the model's attention.

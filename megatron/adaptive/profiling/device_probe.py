@@ -90,8 +90,8 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Returns the mean time of a call in seconds, over calls that are repeated for ``seconds``.
 
-    A quota or another program stops a process for some milliseconds at a time, often longer
-    than a call takes. The median would not show such interruptions.
+    A quota or another program stops a process for some milliseconds at a time, often longer than a
+    call takes. The median would not show such interruptions.
     """
     call()
     count = 0

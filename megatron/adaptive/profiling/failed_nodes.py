@@ -27,8 +27,7 @@ class FailedNode:
         node: Name of the node.
         text: Worst outlier of the node: subject, quantity, figure, and the others' median.
         limits: Minimum figure of each quantity with which the node passes again, in bytes/s, FLOP/s
-            or
-            Hz. Empty if the node cannot measure the quantity alone, as with a slow link.
+            or Hz. Empty if the node cannot measure the quantity alone, as with a slow link.
     """
 
     node: str

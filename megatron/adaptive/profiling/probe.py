@@ -17,8 +17,8 @@ checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
 Subjects are measured in batches (see ``probe_layout``). Each subject is measured twice, and the
-better figure counts. Outliers are measured again.
-``doctor --probe`` connects the ranks itself. The trainer probes over its own channels and groups.
+better figure counts. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
+trainer probes over its own channels and groups.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ class Probe:
         job: Environment of this process: ranks, device, process groups.
         name: Name of the probe, unique in the job.
         transport: Channels to the ranks with which this rank exchanges messages. No message may be
-            in
-            flight. ``None`` if this rank has no channels.
+            in flight. ``None`` if this rank has no channels.
         message: Message of a training step, if the channels accept only such messages. ``None`` to
             measure with a small and a large message.
         groups: Groups of this rank with more than one member, by kind.
@@ -433,8 +432,7 @@ class Turns:
         """Iterates over this rank's subjects, each when it is the subject's turn.
 
         The turn of a subject ends when the caller requests the next subject. The caller must
-        iterate
-        to the end.
+        iterate to the end.
 
         Args:
             batches: Subjects of each turn, with no rank in common; equal on all ranks.

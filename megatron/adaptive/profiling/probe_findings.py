@@ -118,8 +118,7 @@ class Outlier:
         peers: Class of subjects with which this one was compared.
         value: Measured value in ``unit``; 0 if the measurement failed.
         median: Median of the others in ``unit``, or the data sheet's value. It is 0 if the
-            measurement
-            failed.
+            measurement failed.
         unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
         text: Finding for the user, in one line.

@@ -107,8 +107,7 @@ class ProfileOptions:
         backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
             would use.
         alone: Whether this process measures without the other ranks of the job. Collectives with
-            them
-            then take no time.
+            them then take no time.
     """
 
     name: str

@@ -53,8 +53,7 @@ class TrialRequest:
         world_size: Number of ranks of the job.
         rank: Global rank to run.
         stage_work: Number of operations in each stage's forward pass, in any unit. A run-time
-            rule's
-            order of actions is simulated with times proportional to these numbers.
+            rule's order of actions is simulated with times proportional to these numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
         kinds: Kinds of layers to measure alone, after the rank.
         last: Kind of the last layer.
@@ -153,8 +152,7 @@ class _Samples:
         busy_s: Time of each step's actions.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
-            weight
-            gradient, and the slices of a microbatch, are added up.
+            weight gradient, and the slices of a microbatch, are added up.
     """
 
     num_slices: int = 1
