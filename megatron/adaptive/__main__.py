@@ -227,7 +227,7 @@ train recipe, elastic and rank run the same trainer; train flags lists its flags
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of a subcommand; empty if the subcommand has no modes."""
+    """Returns the modes of a subcommand. The list is empty if the subcommand has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 

@@ -2,8 +2,8 @@
 
 Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. gloo has
 three kinds of collectives. Some copy GPU tensors through host memory, which works. Some refuse GPU
-tensors. The others pass the tensors' GPU addresses to sockets, which wrongly read host memory at
-those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
+tensors. The third kind passes the tensors' GPU addresses to sockets, which wrongly read host memory
+at those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
 two kinds.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of

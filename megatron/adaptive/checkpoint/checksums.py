@@ -4,7 +4,7 @@
 
     file          | block 0: 1 MiB | block 1: 1 MiB | ... | last |     xxh3, 64 bits, for each block
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
-                    "checksum": "<32 digits>" }                        xxh3, 128 bits, of the rest
+                    "checksum": "<32 digits>" }                        xxh3, 128 bits, of all above
 
 Checksums of blocks are computed while a file is written, and compared while it is read, before any
 byte of the block is used. The manifest ends with a checksum of all its other text. The same

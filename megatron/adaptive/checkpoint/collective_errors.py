@@ -146,7 +146,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins the error messages into one line, and leaves out duplicates.
+    """Joins the error messages into one line, without duplicates.
 
     Args:
         failures: Error message of each rank that failed, by rank.

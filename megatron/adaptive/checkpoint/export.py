@@ -87,11 +87,12 @@ def _opened(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest.
-        like: Hugging Face folder with the configuration; ``None`` for the one that the run loaded.
+        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
+        like: Hugging Face folder with the configuration. ``None`` for the folder that the run
+            loaded.
         output: Folder to make. It may exist.
         files: Names of the files to write, which the output folder must not contain yet.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
@@ -191,16 +192,16 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest.
+        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
         like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
-            run loaded, or else the copy of these files next to the checkpoints.
+            run loaded, or for the copy of its files next to the checkpoints if that folder is gone.
         output: Folder to write. It may exist, but must not contain a model.
         kind: ``model`` for a model without adapters. ``adapters`` for adapters in PEFT's format,
             with their original configuration if the run loaded them. ``merged`` for the model with
             the adapters added to its weights; if the checkpoint lacks the model's weights, they are
             read from ``like``.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,

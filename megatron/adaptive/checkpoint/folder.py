@@ -687,7 +687,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     Args:
         path: Path of a folder of checkpoints or of a single checkpoint. Either the trainer or a
             ``Pipeline`` wrote it.
-        step: Step to use; ``None`` for all steps in the folder.
+        step: Step to use. ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -717,9 +717,9 @@ def make_pipeline_manifest(
         head: Entries that are equal on all ranks: ``step``, ``seed``, ``loss_scale`` and ``extra``.
             Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
         parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
-            the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
-            options and names of parameters. ``plain`` has the optimizer's values that are not
-            tensors, by name.
+            the name of the optimizer, ``None`` if there is no optimizer. ``groups`` lists each
+            parameter group's options and names of parameters. ``plain`` has the optimizer's values
+            that are not tensors, by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]

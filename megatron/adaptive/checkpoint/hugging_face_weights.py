@@ -115,7 +115,7 @@ class RowRun(NamedTuple):
     Attributes:
         row: Index of the first row in the core tensor.
         count: Number of rows.
-        expert: Index of the expert, along the core tensor's first axis; 0 without experts.
+        expert: Index of the expert along the core tensor's first axis. 0 if there are no experts.
         name: Name of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
         transposed: Whether the Hugging Face tensor is stored transposed.

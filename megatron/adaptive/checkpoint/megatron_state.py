@@ -45,8 +45,8 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-# Settings of a group of parameters by which megatron-core finds the group in a checkpoint, besides
-# lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
+# Settings of a parameter group by which megatron-core finds the group in a checkpoint, in addition
+# to lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -56,8 +56,8 @@ _GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU gen
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys in the optimizer's state for the state of a separate optimizer: that of experts, and that of
-# all weights that muon does not train.
+# Keys in the optimizer's state for the state of a separate optimizer: the one for experts, and the
+# one for all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 

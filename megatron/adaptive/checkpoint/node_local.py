@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # default number of checkpoints: the newest, and the previous while that is written
 _LOOK_S = 10.0
-_END_S = 5.0  # time in seconds to wait for the end of an upload that was given up
+_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to end
 _ROUND_S = 1.0
 
 
@@ -498,7 +498,8 @@ def prepare(
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
         latest: Function that returns the newest step in ``shared``, or 0 if there is none. It
             returns ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, two on local disks.
+        keep: Number of checkpoints to keep. ``None`` keeps all in ``shared`` and two on local
+            disks.
 
     Returns:
         Object that manages this node's local files, ``None`` without local disks.

@@ -128,7 +128,8 @@ class CheckpointReader:
     Attributes:
         path: Path of the checkpoint.
         tensors: Dtype, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each other object, by name; ``None`` if it is empty.
+        objects: File, offset and length of each object that is not a tensor, by name. ``None`` for
+            an empty object.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.

@@ -267,7 +267,7 @@ def write_folder(
     Args:
         folder: Folder to write to.
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        read: Function that returns the tensor with a given name, contiguous in host memory. It is
+        read: Function that takes a name and returns that tensor, contiguous in host memory. It is
             called once per tensor.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
         single: Name of the only file, if all tensors fit into one.
@@ -354,7 +354,7 @@ def write_shard(
     Args:
         path: Path of the file.
         tensors: Dtype and shape of each tensor of the file, by name.
-        read: Function that returns the tensor with a given name, contiguous in host memory.
+        read: Function that takes a name and returns that tensor, contiguous in host memory.
 
     Raises:
         OSError: If the file cannot be written.

@@ -1,4 +1,4 @@
-"""Saves checkpoints, either at once or in the background while training continues.
+"""Saves checkpoints, either immediately or in the background while training continues.
 
 ::
 
@@ -51,7 +51,8 @@ class CheckpointSaver:
             are written to their folder directly.
 
     Attributes:
-        local: Local disk of this node, ``None`` without one and after :meth:`close`.
+        local: Local disk of this node. ``None`` if the run uses no local disk, and after
+            :meth:`close`.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:

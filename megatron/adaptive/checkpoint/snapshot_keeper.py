@@ -57,7 +57,7 @@ _MARKS = struct.Struct("<QQQ")  # Step begun, step done, size of the extra bytes
 _SENT = struct.Struct("<QQ")  # Stored after the marks: step, checksum of its sent bytes.
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has started its ranks too.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has also started its ranks.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -257,7 +257,7 @@ class SnapshotKeeper:
         Args:
             run: Identifier of this start of the ranks, the same on all nodes.
             secret: Secret by which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots, ``None`` for none.
+            buddy: Node that also stores this node's snapshots, ``None`` if there is no such node.
         """
         with self._changed:
             for store in self._stores:

@@ -83,7 +83,7 @@ class SnapshotState(ABC):
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors, and the rest of the state as bytes (extra bytes).
+        """Returns the current tensors, and all other state as bytes (extra bytes).
 
         Collective. If all tensors are at the same addresses as in the last call, ``None`` is
         returned instead of the tensors. The extra bytes begin with a line of JSON.
@@ -399,8 +399,8 @@ def make_snapshots(
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that makes the object to access this rank's state. Called once, and only if
-            snapshots are taken.
+        state: Function that makes the object for access to this rank's state. Called once, and only
+            if snapshots are taken.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """

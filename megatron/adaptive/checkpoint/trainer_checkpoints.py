@@ -280,7 +280,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # updates the 32-bit weights, too
+            self._optimizer.reload_model_params()  # also updates the 32-bit weights
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -627,7 +627,7 @@ class RunState(SnapshotState):
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
         self._run = run
         self._progress = progress
-        # Snapshots need the optimizer's state even if the run's checkpoints leave it out.
+        # Snapshots need the optimizer's state even if the run's checkpoints do not include it.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)

@@ -317,7 +317,7 @@ class MicrobatchLoader:
         dp_rank: Index of this rank among the data-parallel ranks.
         reads: Whether this rank needs the tokens. Without the tokens, it uses only the lengths of
             samples.
-        num_workers: Number of processes that prefetch; 0 reads in this process. Samples of
+        num_workers: Number of processes that prefetch. With 0, this process reads. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
         on_read: Callback after each microbatch that was read.

@@ -80,7 +80,7 @@ class PreprocessSummary:
     Attributes:
         prefixes: Path of each key's token files, without suffix.
         num_documents: Number of JSON objects that were read.
-        num_empty: Number of texts that were left out because they have no tokens, over all keys.
+        num_empty: Number of texts that were skipped because they have no tokens, over all keys.
         num_tokens: Number of tokens that were written, over all keys.
         input_bytes: Number of input bytes that were read.
         elapsed_s: Duration of the conversion in seconds.

@@ -99,8 +99,8 @@ class LocalAttention(DotProductAttention):
     Attributes:
         case: Settings that decide which kernel is used. Each forward pass adds the properties of
             its tensors.
-        slices: Keys and values of earlier slices, to which tokens attend too; ``None`` if sequences
-            are not cut into slices.
+        slices: Keys and values of earlier slices, to which tokens also attend. ``None`` if
+            sequences are not cut into slices.
     """
 
     def __init__(
@@ -484,7 +484,7 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or context parallelism; it is the mask cache's key.
+    """Describes a mask for a sliding window or context parallelism. Used as key of the mask cache.
 
     Attributes:
         queries: Number of queries.

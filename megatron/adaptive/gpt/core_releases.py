@@ -33,7 +33,7 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_in_model(layer: Any) -> int:
-    """Returns the number of a transformer layer, from 1; prediction layers follow all others.
+    """Returns the number of a transformer layer, from 1. Prediction layers come last.
 
     Args:
         layer: Transformer layer of megatron-core. From 0.17 on, megatron-core numbers multi-token

@@ -218,7 +218,7 @@ class DropoutKeys:
     Args:
         seed: Seed of the run.
         enabled: Whether the model has dropout. If false, all methods do nothing.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
     """
 
     def __init__(

@@ -83,4 +83,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's class to the class to build instead; empty if the release lacks it."""
+"""Maps megatron-core's class to its replacement. Empty if the release has no such class."""

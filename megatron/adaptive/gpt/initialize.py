@@ -69,7 +69,7 @@ class TrainingJob(Job):
 def start_job(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Connects this process to the others and sets up megatron-core's parallel state.
+    """Connects this process to all other ranks and sets up megatron-core's parallel state.
 
     Collective over all ranks. The caller must call :func:`end_job` at the end.
     """
@@ -101,7 +101,7 @@ def start_alone(
 
     The caller must call :func:`end_job` at the end.
     """
-    # This import registers the backend; torch keeps it among its own tests.
+    # This import registers the fake backend, which is part of torch's own tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(

@@ -3,7 +3,7 @@
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
 parallelism nor weights that are stored minus one. Its transformer layers cannot normalize the
 outputs of attention and feed-forward blocks, and they all have the same rotary base. This module
-adds these features; ``attention.py`` adds those of attention.
+adds these features; ``attention.py`` adds features of attention.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class LocalLatentAttention(MLASelfAttention):
     """Latent attention of megatron-core, with a corrected gradient of the keys' rotary part.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
-    the rest. All heads share the rotary part of the keys, so its gradient must be summed over the
-    heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
+    all other parts. All heads share the rotary part of the keys, so its gradient must be summed
+    over the heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
     """
 
     config: Any
@@ -190,7 +190,7 @@ class GroupRouter(TopKRouter):
 
 
 class _GroupChoice:
-    """Chooses experts, in place of megatron-core's class that replays earlier choices."""
+    """Chooses experts. Replaces megatron-core's class that replays earlier choices."""
 
     def __init__(self, best: int) -> None:
         self._best = best

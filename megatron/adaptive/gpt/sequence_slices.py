@@ -61,7 +61,7 @@ class Attention(NamedTuple):
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of several whole documents in a row,
             given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
-        window: Number of earlier tokens that a token attends to, ``None`` for all.
+        window: Number of earlier tokens that a token attends to, ``None`` for all earlier tokens.
     """
 
     layer: torch.nn.Module
@@ -93,7 +93,7 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores keys and values of a slice, and returns those that the slice attends to.
+        """Stores keys and values of a slice, and returns the keys and values that it attends to.
 
         The returned tensors are not copies. Later calls do not invalidate what autograd has saved
         of these tensors, because later calls write to other tokens.
@@ -261,7 +261,7 @@ class SequenceSlices:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the number of tokens of each item of the step; ``None`` if cuts are equal."""
+        """Returns the number of tokens of each item of the step, ``None`` if all cuts are equal."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -357,7 +357,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = torch.cat(ranges).to(rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN returns a factor, too
+        return (picked, *more) if more else picked  # YaRN also returns a factor
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -445,8 +445,8 @@ class SequenceSlices:
 class _AttendSlice(torch.autograd.Function):
     """Attends to the buffer of keys and values; its backward pass gathers their gradients.
 
-    The attention itself is differentiated by autograd, in a graph of its own that begins at the
-    queries and at the buffer.
+    Autograd differentiates the attention itself, in a separate graph that begins at the queries and
+    at the buffer.
     """
 
     @staticmethod

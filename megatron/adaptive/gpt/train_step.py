@@ -33,7 +33,7 @@ class StepResult:
     """Holds the results of a training step.
 
     Attributes:
-        losses: Mean losses by name, on ranks of the last stage; empty on other ranks.
+        losses: Mean losses by name on ranks of the last stage. Empty on other ranks.
         updated: Whether the parameters were updated. False if gradients overflowed in fp16.
         grad_norm: L2 norm of all gradients before clipping, ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
@@ -146,7 +146,7 @@ class Step:
                 evaluated. It must return the same value on all ranks.
 
         Returns:
-            The mean losses by name, on ranks of the last stage; empty on other ranks.
+            The mean losses by name on ranks of the last stage. Empty on other ranks.
         """
         steps = []
         for _ in range(iterations):

@@ -101,7 +101,7 @@ class Loads:
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns how long each rank would take for all layers of the model, in seconds."""
+        """Returns the time in seconds that each rank would take for all layers of the model."""
         seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
         return seconds
 
@@ -213,7 +213,7 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision that ``auto`` makes about schedule, placement and partition, for all ranks.
+    """Decision of the schedule ``auto`` on schedule, placement and partition, for all ranks.
 
     Attributes:
         text: Choice and its reason, as one line for the log.
@@ -222,7 +222,7 @@ class Decision:
             nothing.
         partition: Number of layers of each stage after the move. ``None`` for the current numbers.
         present_s: Simulated step time in seconds without a move, ``None`` if nothing fits then.
-        step_s: Simulated step time in seconds after the move, ``None`` without one.
+        step_s: Simulated step time in seconds after the move, ``None`` if nothing moves.
     """
 
     text: str
@@ -423,7 +423,7 @@ class _Job:
     num_slices: int
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the measured profile with its stage times replaced by those of a partition."""
+        """Returns a copy of the measured profile that has a partition's stage times."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:

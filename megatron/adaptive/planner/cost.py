@@ -93,7 +93,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # The parts are those of the rank that ends last, so that they add up to the whole step.
+    # Use the times of the rank that finishes last, because they add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -350,8 +350,8 @@ def _messages(
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     """Computes the times of the pipeline's ranks, without reduction and optimizer.
 
-    The fixed order of a static schedule gives them directly. Run-time scheduling rules, and stages
-    with unequal numbers of replicas, are simulated.
+    They follow directly from the fixed order of a static schedule. Run-time scheduling rules, and
+    stages with unequal numbers of replicas, are simulated.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:

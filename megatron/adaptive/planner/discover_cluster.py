@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all others. Source:
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all other GPUs. Source:
 NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Bandwidth of one lane in one direction in GB/s, by generation of PCI Express."""
@@ -45,7 +45,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
         texts.
 
     Raises:
-        ConfigError: A text is none of these outputs, or no node with a known GPU is up.
+        ConfigError: A text is not the output of these tools, or no node with a known GPU is up.
     """
     outputs = _ToolOutputs()
     assumed = list[str]()

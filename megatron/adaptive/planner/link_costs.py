@@ -143,7 +143,7 @@ def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSp
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link between two replicas: that of the smallest island that contains both."""
+    """Returns the link between two replicas, of the smallest island that contains both."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )

@@ -5,7 +5,7 @@ A model is a list of layers, each of one kind. A kind has parameters, operations
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
 
-All counts are those of one sample in one whole layer, before tensor parallelism divides the layer.
+All counts are for one sample in one whole layer, before tensor parallelism divides the layer.
 ``transformer_layers`` computes them from the sizes of a transformer. ``model_file`` reads models by
 their names and from files.
 """
@@ -86,7 +86,7 @@ class Precision:
             name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: The name is none of these.
+            ConfigError: ``name`` is none of these three names.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
@@ -256,8 +256,8 @@ class Model:
     def attention_share(self) -> float:
         """Attention's part of the operations of all transformer layers, from 0 to 1.
 
-        Attention with a window is left out, because its operations do not grow with the square of
-        the sequence.
+        Attention with a window is not counted, because its operations do not grow with the square
+        of the sequence.
         """
         kinds = [self.kinds[name] for name in self.layers]
         whole = sum(kind.forward_flops for kind in kinds if kind.counted)

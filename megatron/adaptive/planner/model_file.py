@@ -87,7 +87,7 @@ PRESETS: Mapping[str, TransformerShape] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names of all presets: the trainer's, and those that only the planner knows."""
+    """Returns the names of all presets, including presets that only the planner knows."""
     return (*MODELS, *PRESETS)
 
 
@@ -204,7 +204,7 @@ class _ModelSource(NamedTuple):
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
     """Builds the model that a source describes.
 
-    The other arguments are those of :func:`arguments_model`.
+    All other arguments are as in :func:`arguments_model`.
     """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
@@ -469,7 +469,7 @@ def read_model(
         text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
-        precision: Data type, which overrides that of the model.
+        precision: Data type of the training run, which overrides the data type of the model.
         default: Data type for models that do not name one.
         attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
@@ -477,7 +477,7 @@ def read_model(
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text is none of these, or the model is invalid.
+        ConfigError: The text names no model, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)

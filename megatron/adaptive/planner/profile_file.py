@@ -1,4 +1,4 @@
-"""Reads, merges and writes profile files, and makes them from measurements between cut points.
+"""Reads, merges and writes profile files, and converts measurements between cut points to them.
 
 The format of the file is the schema ``profile`` in ``config.schema_files``, which
 ``docs/reference/planner.md`` describes.

@@ -145,7 +145,7 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons why it refuses the others."""
+    """Returns the plans that the trainer accepts, and the reasons why it refuses other plans."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
@@ -239,7 +239,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers per stage, because ``--partition`` leaves them out."""
+    """Adds embedding and head to the layers per stage, which ``--partition`` does not count."""
     if not partition:
         return ()
     try:
@@ -746,7 +746,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of one limit that a plan can keep with the others.
+    """Returns a text with the lowest value of one limit that a plan can keep with all other limits.
 
     Args:
         searcher: Searcher for the user's request.

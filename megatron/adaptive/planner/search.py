@@ -671,7 +671,7 @@ class Searcher:
     ) -> Iterator[tuple[Plan, float]]:
         """Yields plans that run a 1F1B pipeline under other schedules, with their step times.
 
-        Plans that do not fit into memory are left out.
+        Plans that do not fit into memory are skipped.
 
         Args:
             plan: Pipeline with the 1F1B schedule.

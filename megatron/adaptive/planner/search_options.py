@@ -98,7 +98,7 @@ class Objective:
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # A plan exactly at a limit keeps it, but the result is an exclusive bound. So the next
+        # A plan exactly at a limit is allowed, but the result is an exclusive bound. So the next
         # larger number is returned.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
@@ -131,7 +131,7 @@ class SearchResult:
     """Best plans of a search, and how far from optimal they may be.
 
     Attributes:
-        plans: Best plans, best first; empty if none fits.
+        plans: Best plans, best first. Empty if no plan fits.
         bound: Lower bound of the objective's value for every plan in the search space. If stages
             can mix node types in too many ways, it holds only for the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
@@ -146,7 +146,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Maximum fraction by which the best plan's value could be reduced; 0 if optimal."""
+        """Maximum fraction by which the best plan's value could be reduced, 0 if it is optimal."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)

@@ -25,7 +25,8 @@ class FailedNode:
 
     Attributes:
         node: Name of the node.
-        text: Worst outlier of the node: subject, quantity, figure, and the others' median.
+        text: Worst outlier of the node: subject, quantity, figure, and the median of other
+            subjects.
         limits: Minimum figure of each quantity with which the node passes again, in bytes/s, FLOP/s
             or Hz. Empty if the node cannot measure the quantity alone, as with a slow link.
     """

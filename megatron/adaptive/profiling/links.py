@@ -8,7 +8,7 @@ latency of a message from the occupancy, the time by which each further message 
 
 For a profile, messages use the transport that a run would choose for the pair. Each kind of link is
 measured twice: with one pair of ranks, and with as many pairs at the same time as possible. The
-pairs share the bandwidth of a network card, but not that of a switch between GPUs.
+pairs share the bandwidth of a network card, but not the bandwidth of a switch between GPUs.
 """
 
 from __future__ import annotations

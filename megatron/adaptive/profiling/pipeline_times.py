@@ -80,7 +80,7 @@ def profile_of(
             a stage get equal weight.
         placement: Assignment of stages to ranks and chunks.
         num_microbatches: Number of microbatches in each measured step, needed to find microbatches
-            of unequal length; 0 if unknown.
+            of unequal length. 0 if the number is unknown.
 
     Returns:
         Times of stages and links. A link that was not measured gets the times of the slowest

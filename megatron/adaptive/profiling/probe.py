@@ -395,7 +395,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Makes the process groups of a layout, and returns those of this rank. Collective."""
+    """Makes the process groups of a layout, and returns the groups of this rank. Collective."""
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:
@@ -406,7 +406,7 @@ def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
 
 
 class Turns:
-    """Lets ranks measure in turns, while the others sleep.
+    """Lets ranks measure in turns. Ranks sleep until their turn comes.
 
     A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
     takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next

@@ -50,8 +50,8 @@ class Measure:
     Attributes:
         unit: Unit in which figures are printed.
         scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
-        least_factor: Minimum factor by which an outlier is worse than the median of the others.
-        least_sheet: Minimum value as a share of the data sheet's; 0 if there is no data sheet.
+        least_factor: Minimum factor by which an outlier is worse than the median of its class.
+        least_sheet: Minimum value as a fraction of the data sheet's value; 0 without a data sheet.
         is_time: Whether less is better.
         remedy: Advice about an outlier.
     """
@@ -114,11 +114,11 @@ class Outlier:
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
-        nodes: Host names of these ranks, in the same order.
+        nodes: Host name of each rank in ``ranks``, in the same order.
         peers: Class of subjects with which this one was compared.
         value: Measured value in ``unit``; 0 if the measurement failed.
-        median: Median of the others in ``unit``, or the data sheet's value. It is 0 if the
-            measurement failed.
+        median: Median of the class without this figure in ``unit``, or the data sheet's value. It
+            is 0 if the measurement failed.
         unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
         text: Finding for the user, in one line.
@@ -224,7 +224,7 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _is_far(times: Sequence[float], index: int) -> bool:
-    """Returns whether a time exceeds the others by much more than they differ from each other."""
+    """Returns whether a time exceeds all others by much more than they differ from each other."""
     others = times
     if len(times) <= _FEW:
         others = [time_s for number, time_s in enumerate(times) if number != index]
@@ -236,7 +236,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
-    """Returns the median of sorted values without one value, or that value if it is the only."""
+    """Returns the median of sorted values without one value. A single value is returned itself."""
     count = len(values) - 1
     if not count:
         return values[0]

@@ -1,7 +1,7 @@
 """Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
 
 A subject of a measurement is a tuple of global ranks: one for a rank alone, two for a link, all
-members for a group. Ranks are numbered like those of the trainer::
+members for a group. Ranks are numbered as in the trainer::
 
     rank = tensor + TP * (context + CP * (data + DP * stage))
 

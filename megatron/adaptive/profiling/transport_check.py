@@ -133,8 +133,8 @@ class TransportCheck:
     ) -> dict[str, Any]:
         """Checks the contents of messages, then measures latency and bandwidth.
 
-        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is that of
-        bursts of 4 MiB messages, in GB/s.
+        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
+        with bursts of 4 MiB messages, in GB/s.
         """
         device = self._job.accelerator.device
         check_contents(transport, peer, device)

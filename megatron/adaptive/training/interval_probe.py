@@ -37,7 +37,7 @@ class IntervalProbe:
     A probe is skipped if it would take more than 1% of the time since the previous probe.
 
     Args:
-        interval: Number of iterations between two probes, 0 for none.
+        interval: Number of iterations between two probes. With 0, there are no probes.
         say: Function that writes a line to the log.
         report: Function that writes values to ``progress.jsonl``.
     """
@@ -92,7 +92,7 @@ class IntervalProbe:
 
 
 def _message(run: Run) -> torch.Tensor:
-    """Returns a message of the shape and type of those between stages."""
+    """Returns a message with the shape and dtype of the messages between stages."""
     return torch.zeros(
         *payload_shape(run.job.config),
         dtype=run.core.pipeline_dtype,

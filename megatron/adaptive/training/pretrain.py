@@ -1,4 +1,4 @@
-"""Runs one process of a training run, and ends all processes if one fails."""
+"""Runs one process of a training run, and stops all processes if one of them fails."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Reports ``error`` once for the whole job and ends this process."""
+    """Reports ``error`` once for the whole job and exits this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
     # Do not wait for the watcher if the error reports a silent peer, because the watcher knows no

@@ -96,7 +96,7 @@ class ProfileOptions:
         kinds: Kinds of layers to measure, including ``embedding`` and ``head``, named as in
             ``planner.model_description``.
         last: Kind of the last layer; multi-token prediction layers are of the same kind.
-        widths: Tensor-parallel sizes to measure; empty for all powers of two that nodes and model
+        widths: Tensor-parallel sizes to measure. Empty for all powers of two that nodes and model
             allow.
         widest: Number that every tensor-parallel size must divide. It is computed from the model's
             dimensions.
@@ -263,7 +263,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
 def _config(
     options: ProfileOptions, tp: int, size: int, world: int, more: str = ""
 ) -> TrainerConfig:
-    # Costs are those of whole sequences.
+    # Measure the costs of whole sequences.
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
     run += " --sequence-slices 1"
     run += f" --micro-batch-size {size} --tensor-model-parallel-size {tp} {more}"
@@ -295,7 +295,7 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds of layers on this rank, except those that do not fit in memory.
+    """Measures all kinds of layers on this rank, except kinds that do not fit in memory.
 
     Args:
         options: Measurements to make.

@@ -196,7 +196,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     # Load the training loop, because a rank of the job has its code in memory too.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # the trainer does so too, and collections decide when memory is freed
+    gc.freeze()  # the trainer also does this, because collections decide when memory is freed
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
@@ -224,7 +224,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
 
 def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
-    """Runs the steps; returns the measurements of those after the warm-up."""
+    """Runs the steps, and returns the measurements of the steps after the warm-up."""
     from megatron.adaptive.gpt.setup import make_loader
     from megatron.adaptive.gpt.train_step import Step
 
