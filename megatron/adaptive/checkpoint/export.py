@@ -384,7 +384,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
+        raise CheckpointError(f"{folder} has no {ADAPTERS}: pass a folder that PEFT wrote")
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as source:

@@ -704,7 +704,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
             return folders, steps if step is None else [step]
     reason = "holds no checkpoint" if path.is_dir() else "is no folder"
     raise CheckpointError(
-        f"{path} {reason}: name the folder that --save or Pipeline.save was given"
+        f"{path} {reason}: pass the folder that --save or Pipeline.save was given"
     )
 
 

@@ -220,7 +220,7 @@ class TensorFolder:
                     f" but {pickled[0]}, a pickle, which can run code as it is loaded: save the"
                     " model again with save_pretrained of transformers, which writes safetensors"
                     if pickled
-                    else ": name the folder of a Hugging Face model"
+                    else ": pass the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)

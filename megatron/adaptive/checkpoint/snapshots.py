@@ -55,7 +55,7 @@ class SnapshotSettings:
 
     Attributes:
         address: Address of the keeper, an abstract Unix socket.
-        run: Identifier of this start of the ranks; another one is used after a restart.
+        run: Identifier of this start of the ranks. A restart uses a new identifier.
         node: Name of the node that the ranks run on.
         domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
             of a node, or of a machine with several nodes.

@@ -80,7 +80,7 @@ from megatron.adaptive.gpt.train_step import gather_parameters
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
-_REMEDY = "Free space there or name another folder with --save"
+_REMEDY = "Free space there or use another folder with --save"
 # Suffix of the names under which layers of Transformer Engine save state for 8-bit data types. A
 # checkpoint may lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
@@ -689,7 +689,7 @@ def require_same_model(
     if different:
         raise CheckpointError(
             f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
-            "trained with, or name another folder with --load"
+            "trained with, or use another folder with --load"
         )
 
 

@@ -482,7 +482,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ConfigError(
             f"--vocab-size {size} is less than the {built.vocab_size} ids of the tokenizer "
             f"({kind}): the model has no row for the last ones; give the tokenizer of the model, "
-            "or leave --vocab-size out"
+            "or remove --vocab-size"
         )
     return built
 
@@ -511,7 +511,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"{flag} needs the package {name}, which is not installed: install "
-            f"megatron-adaptive[{extra}], or leave it out"
+            f"megatron-adaptive[{extra}], or remove it"
         ) from None
 
 

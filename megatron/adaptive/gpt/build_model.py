@@ -199,8 +199,8 @@ class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
     Also stops the experts' linear layers from communicating, because the token dispatcher already
-    does it. If one rank has all experts, megatron-core's layers would communicate, and could not
-    add a bias.
+    communicates for them. If one rank has all experts, megatron-core's layers would communicate,
+    and could not add a bias.
     """
 
     def __init__(

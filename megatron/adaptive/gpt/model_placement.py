@@ -169,8 +169,8 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     """Returns the function by which megatron-core selects a pipeline's embedding group.
 
-    The function takes the global ranks of a pipeline. It returns those with the
-    first stage, the last stage or multi-token prediction, which have copies of the embedding.
+    The function takes the global ranks of a pipeline. It returns the ranks that have a copy of the
+    embedding, for the first stage, the last stage or multi-token prediction.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}

@@ -124,7 +124,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
         after_step: Number of steps that the job did before this start, 0 at the first start.
 
     Returns:
-        The object, ``None`` without ``--record-schedule``.
+        Object that records orders, ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule

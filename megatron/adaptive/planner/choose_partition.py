@@ -111,7 +111,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement of stages, with ranks as fast as measured."""
+        """Returns the loads under another placement of stages, at the same measured speed."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)

@@ -487,7 +487,7 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Computes the time of one message between a replica of a stage and one of the next stage.
+    """Computes the time of one message between replicas of two successive stages.
 
     Returns:
         Latency of the slowest pair of replicas, and the time for which its link is busy, in

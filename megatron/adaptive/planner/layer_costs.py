@@ -341,7 +341,7 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    except ConfigError:  # The trainer refuses to cut such sequences, with a reason of its own.
+    except ConfigError:  # The trainer itself will refuse to cut such sequences.
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
     return longest * slices / model.sequence

@@ -194,7 +194,7 @@ def boundary_s(
         receiver: GPUs of the pipeline rank that holds the receiving stage.
         inputs: Model, cluster and profile of layer times.
         bytes_per_sample: Size per sample of the tensor between the stages, in bytes.
-        sliced: Whether each tensor-parallel rank sends only its part of the tensor. This is so with
+        sliced: Whether each tensor-parallel rank sends only its part of the tensor. True with
             sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:

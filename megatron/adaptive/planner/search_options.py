@@ -20,9 +20,9 @@ class SearchOptions:
 
     Attributes:
         tp: Tensor-parallel sizes to choose from. If empty, all that fit into a node.
-        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all.
-        pp: Numbers of pipeline ranks to choose from. If empty, all.
-        micro_batch: Microbatch sizes in samples to choose from. If empty, all.
+        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all possible sizes.
+        pp: Numbers of pipeline ranks to choose from. If empty, all possible numbers.
+        micro_batch: Microbatch sizes in samples to choose from. If empty, all possible sizes.
         recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
@@ -32,7 +32,8 @@ class SearchOptions:
             If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
         slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
             and a run-time rule cut them.
-        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all.
+        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
+            possible numbers.
         partition: Number of layers of each stage, embedding and head included. Empty to choose it.
         schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.

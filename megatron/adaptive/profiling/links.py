@@ -1,7 +1,7 @@
 """Measures links between ranks, and all-reduces within nodes, as a training run would use them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
-latency of a message from the occupancy, the time by which each further message arrives later::
+latency of a message from the occupancy, the additional time for each further message::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
@@ -94,7 +94,8 @@ def measure_link(
     Args:
         transport: Message channels of this rank; no message may be in flight on them.
         peer: Global rank of the other end, which must call this function at the same time.
-        leads: Whether this rank sends first and decides when to stop; true for one of the two.
+        leads: Whether this rank sends first and decides when to stop. Must be True on one of the
+            two.
         payload: Tensor to send, with the size and dtype of the messages in a training step.
         timeout_s: Maximum time in seconds to wait for a message.
         rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.

@@ -185,7 +185,7 @@ def most_of(
             middle stage.
 
     Returns:
-        Number of microbatches on the rank with the least memory. Below 1, even negative, if the
+        Number of microbatches on the rank with the least memory. Below 1, or even negative, if the
         stages themselves do not fit.
     """
     free = [math.inf] * present.num_ranks

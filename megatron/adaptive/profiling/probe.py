@@ -5,7 +5,7 @@ The measurements, and the classes of figures that are compared with each other:
 =================  ==============================================  ============================
 figure             measurement                                     class
 =================  ==============================================  ============================
-matmul             mean of products of square matrices             same device
+matrix product     mean of products of square matrices             same device
 memory bandwidth   mean of copies within the device's memory       same device
 copies             pinned memory to the GPU and back               same device
 clock              of the processor or GPU, after the products     same device

@@ -1,7 +1,7 @@
 """Compares the figures of a probe, and names the ranks, links and groups that are outliers.
 
 A figure is compared with the median of the other figures of its class, for example of all links
-between two nodes, and if there is a data sheet with that. It is an outlier if it is worse
+between two nodes. A figure is an outlier if it is worse
 
 - than the others' median by the factor of its measure (:data:`MEASURES`), and
 - by more than four times the usual distance from the median. This is 1.4826 times the median of the
@@ -9,9 +9,10 @@ between two nodes, and if there is a data sheet with that. It is an outlier if i
   distributed. Speeds are turned into times for this, because a slow rank's time is far from the
   others, but its speed is never below 0.
 
-The first rule matters on quiet machines, whose figures hardly differ, the second on noisy ones.
-Every figure is the better one of two measurements at different times, because a program that ran
-for a moment spoils at most one of them.
+The first rule matters on quiet machines, whose figures hardly differ, the second on noisy ones. All
+other figures are compared with the data sheet, if there is one. Every figure is the better one of
+two measurements at different times, because a program that ran for a moment spoils at most one of
+them.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
         if local % tp:
             raise ConfigError(
                 f"--tp {tp}: the {local} processes of a node do not divide into groups of {tp};"
-                " start more with --nproc-per-node, or leave it out"
+                " start more with --nproc-per-node, or remove it"
             )
     return list(options.widths)
 
