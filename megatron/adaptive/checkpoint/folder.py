@@ -659,7 +659,7 @@ class PipelineFolder(StepFolders):
         steps = self.steps()
         if step is None and not steps:
             raise CheckpointError(
-                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
+                f"{self.path}: no complete checkpoint of a Pipeline is there; pass the folder that "
                 "Pipeline.save was given"
             )
         step = max(steps) if step is None else step

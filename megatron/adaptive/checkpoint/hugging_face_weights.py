@@ -471,7 +471,7 @@ class HuggingFaceReader:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
-                " one type"
+                " the same dtype"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 

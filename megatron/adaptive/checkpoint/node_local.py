@@ -261,7 +261,7 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"{partial}: files have other sizes than what was written")
+            raise CheckpointError(f"{partial}: sizes of files differ from what was written")
         return stored, shares
 
     def _begin(self, step: int) -> None:

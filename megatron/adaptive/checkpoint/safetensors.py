@@ -230,7 +230,7 @@ class TensorFolder:
             raise DamagedCheckpointError(f"{index} has no weight_map: {_RESTORE}")
         for name, file in table.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise DamagedCheckpointError(f"{index}: {file!r} is no file's name: {_RESTORE}")
+                raise DamagedCheckpointError(f"{index}: {file!r} is not a file name: {_RESTORE}")
             names_by_file.setdefault(self.folder / file, []).append(name)
         for path, names in names_by_file.items():
             if not path.is_file():

@@ -294,7 +294,9 @@ def require_seen(path: Path, job: Job) -> None:
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
-        raise CheckpointError(f"{path}: {host} does not see it: give a folder that all nodes share")
+        raise CheckpointError(
+            f"{path} is not visible on {host}: pass a folder that all nodes share"
+        )
 
 
 class _HostCopy:

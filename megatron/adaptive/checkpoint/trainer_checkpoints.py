@@ -688,7 +688,7 @@ def require_same_model(
         )
     if different:
         raise CheckpointError(
-            f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
+            f"{name} is of another model: {'; '.join(different)}. Pass the settings it was "
             "trained with, or use another folder with --load"
         )
 
@@ -707,7 +707,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
         if before[flag] != now:
             raise CheckpointError(
                 f"{name} holds the state of another optimizer: {flag} is {before[flag]} in the "
-                f"checkpoint and {now} here. Give the same, or {remedy}"
+                f"checkpoint and {now} here. Pass the same, or {remedy}"
             )
 
 

@@ -354,7 +354,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{file}: is no model of SentencePiece; check --tokenizer-model"
             ) from None
         if self._model.eos_id() < 0:
-            raise DataError(f"{file}: has no token for the end; train it with an eos_id")
+            raise DataError(f"{file}: has no end-of-sequence token; train it with an eos_id")
         digest = hashlib.sha256(content + bytes([begins])).hexdigest()[:16]
         super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 

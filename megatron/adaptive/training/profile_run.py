@@ -159,7 +159,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
             return None
         if not any(measured.values()):
             raise SetupError(
-                "nothing was measured: memory does not suffice for the layers; profile with a"
+                "nothing was measured: the layers do not fit in memory; profile with a"
                 " smaller --micro-batch-sizes or a wider --tp"
             )
         facts_by_node = {
