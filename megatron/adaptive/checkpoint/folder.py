@@ -416,7 +416,7 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns manifest entries that identify the checkpoint saved before this one."""
+        """Returns manifest entries that identify the checkpoint saved before ``step``."""
         return {}
 
     def _track(self, step: int) -> None:

@@ -462,7 +462,7 @@ def writing(
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Removes the partial folder; returns the cause of the failure, as far as known."""
+            """Removes the partial folder, and returns the most likely cause of the failure."""
             if folder.lease is not None:  # without a lease, the folder may belong to another job
                 folder.abandon(step)
                 try:

@@ -313,7 +313,7 @@ class CheckpointReader:
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Leave out the text of torch's errors: it advises to load the file with an unpickler
+            # Omit the text of torch's errors, because it advises to load the file with an unpickler
             # that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
             text = f"{self.path / name} cannot be read ({reason})"

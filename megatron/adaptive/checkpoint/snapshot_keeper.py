@@ -156,7 +156,7 @@ class SnapshotFile:
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether a slot matches its stored checksum; True if none is stored yet."""
+        """Returns whether a slot matches its stored checksum. True if no checksum is stored yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected

@@ -466,7 +466,7 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that a rank copies; those that are also sent come first."""
+        """Returns the parts that a rank copies. Parts that are also sent come first."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

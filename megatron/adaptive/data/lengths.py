@@ -110,7 +110,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths; they are the same in every run."""
+    """Generates mock documents with log-normal lengths, equal in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer

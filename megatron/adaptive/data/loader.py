@@ -237,7 +237,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Largest number of tokens per row, or a number that divides it.
+        room: Largest number of tokens per row. A longer row has a multiple of this number.
         unit: Number that must divide the number of rows.
         least: Smallest allowed number of rows.
 

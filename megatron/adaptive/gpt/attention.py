@@ -457,7 +457,7 @@ def attend_to_earlier(
         query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
         key: Keys ``[b, heads, s of keys, width]`` of more tokens.
         value: Values, in the same form as ``key``.
-        scale: Factor of the scores.
+        scale: Factor by which the scores are multiplied.
 
     Returns:
         Output in the form of ``query``.
@@ -518,7 +518,7 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a mask to numbers to add to scores: minus infinity where it is True, else 0."""
+    """Converts a mask to numbers to add to scores: minus infinity for True, 0 for False."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

@@ -352,7 +352,7 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the settings of megatron-core's own schedule; this program's schedules ignore them.
+    """Returns the settings of megatron-core's own schedule, which other schedules ignore.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
     mixes up two messages between the same ranks in a batch. It must also not free outputs early,

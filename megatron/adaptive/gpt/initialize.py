@@ -202,8 +202,8 @@ def _make_mesh(config: TrainerConfig) -> None:
 def remake_mesh(job: TrainingJob) -> None:
     """Replaces megatron-core's process groups and seeds again, after a change of settings.
 
-    Collective over all ranks, between two steps. The former ``mesh_groups`` of ``job`` are
-    destroyed, so no object may use them any more. Other process groups stay.
+    Collective over all ranks, between two steps. The old ``mesh_groups`` of ``job`` are destroyed,
+    so no object may use them any more. Other process groups stay.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)

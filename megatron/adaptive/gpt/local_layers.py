@@ -61,7 +61,7 @@ class NormAroundZero(torch.nn.Module):
 
     Args:
         width: Length of the last axis.
-        eps: Number that is added to the variance, to avoid a division by 0.
+        eps: Number added to the variance, to avoid a division by 0.
         has_mean: Whether to compute LayerNorm, with mean and bias, instead of RMSNorm.
     """
 

@@ -67,7 +67,7 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times in the last training step; they stay None with megatron-core's schedule.
+        # Times in the last training step. They stay None with megatron-core's schedule.
         self.times: RankTimes | None = None
 
     def train(

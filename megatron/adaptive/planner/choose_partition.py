@@ -452,7 +452,7 @@ class _Job:
 
         Args:
             loads: Measured times and memory, converted to the placement.
-            present: Present number of layers of each stage.
+            present: Current number of layers of each stage.
             earlier: Choices made earlier, for other placements or partitions. Their schedules are
                 tried too.
             moves_layers: Whether to choose another partition.
@@ -517,7 +517,7 @@ def balanced(loads: Loads) -> Partition:
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Finds the fastest partition by moving single layers, from the current one or ``start``.
+    """Finds the fastest partition by moving single layers of the current partition or ``start``.
 
     Of the partitions that are about as fast, the one that moves the fewest layers to another rank
     is taken.

@@ -405,10 +405,10 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
 
 
 def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
-    """Returns the number of W actions per weight gradient, as the trainer has them by default.
+    """Returns the number of W actions per weight gradient that the trainer uses by default.
 
     Args:
-        plan: Plan whose schedule decides.
+        plan: Plan whose schedule decides the number.
         splittable: Whether the profile has separate times of weight gradients.
     """
     if not catalog.is_rule(plan.schedule):

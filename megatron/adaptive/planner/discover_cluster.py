@@ -217,8 +217,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The table's heading also begins with GPU0. Skip it: it has no X, which marks a GPU's link to
-    # itself.
+    # The table's heading also begins with GPU0. Skip this line: it has no X, which marks a GPU's
+    # link to itself.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -240,7 +240,7 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Completes Slurm's entry of a node with a report about this node or an equal one.
+    """Completes Slurm's entry of a node with a report about this node or an equal node.
 
     Args:
         node: Slurm's entry of the node.

@@ -65,9 +65,9 @@ class Runtime:
             while gradients are reduced and while the optimizer runs.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
             The receivers then gather the parts.
-        pipeline: Function that computes a pipeline's times in place of the planner. From the plan
+        pipeline: Function that computes a pipeline's times instead of the planner. From the plan
             and its ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to
-            leave the plan to the planner.
+            let the planner compute the times.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES

@@ -746,7 +746,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of one limit that a plan can keep with all other limits.
+    """Returns a text with the lowest value of one limit under which a plan keeps all other limits.
 
     Args:
         searcher: Searcher for the user's request.

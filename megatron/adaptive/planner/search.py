@@ -592,7 +592,7 @@ class Searcher:
     def _capacity_s(self, shape: SearchShape) -> float:
         """Returns a lower bound of a shape's step time, and stores it in the shape.
 
-        The result is the larger of the present bound and ``stage_classes.capacity_bound``.
+        The result is the larger of the shape's current bound and ``stage_classes.capacity_bound``.
         """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)

@@ -155,7 +155,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Makes the object that connects ranks for a measurement, in the way a training run does.
+    """Makes the object that connects ranks for a measurement, as in a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.

@@ -94,7 +94,7 @@ class Figure:
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
-        peers: Class of subjects with which this one is compared.
+        peers: Class of subjects with which this subject is compared.
         value: Measured value in seconds, bytes/s, FLOP/s or Hz; 0 if the measurement failed.
         sheet: Value of the data sheet in the same unit, 0 if there is none.
         error: Message of a measurement that failed, otherwise empty.
@@ -116,7 +116,7 @@ class Outlier:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
         nodes: Host name of each rank in ``ranks``, in the same order.
-        peers: Class of subjects with which this one was compared.
+        peers: Class of subjects with which this subject was compared.
         value: Measured value in ``unit``; 0 if the measurement failed.
         median: Median of the class without this figure in ``unit``, or the data sheet's value. It
             is 0 if the measurement failed.

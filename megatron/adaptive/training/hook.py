@@ -38,7 +38,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     """Returns the hook that profiles this rank according to the flags.
 
     ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
-    The former writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
+    The first flag writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
     record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU nsys would record
     nothing, so PyTorch's profiler is used instead.
 

@@ -525,7 +525,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists the values to report if documents have different lengths, else nothing."""
+    """Lists the values to report if documents have different lengths. Empty if ``load`` is None."""
     if load is None:
         return []
     return [

@@ -250,7 +250,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no training step is left to do."""
+        """Whether no training steps are left."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
