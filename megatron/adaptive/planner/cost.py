@@ -437,7 +437,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run that.
+    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run such a plan.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """

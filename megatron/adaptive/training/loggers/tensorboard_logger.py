@@ -21,7 +21,7 @@ _CURVES_S = 5.0
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    It uses a file that tolerates write errors, because TensorBoard's own writer stops for good once
+    The event file tolerates write errors, because TensorBoard's own writer stops permanently once
     the disk is full.
     """
 
