@@ -227,7 +227,7 @@ train recipe, elastic and rank run the same trainer; train flags lists its flags
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of a subcommand; empty if the subcommand has no modes."""
+    """Returns the modes of a subcommand. The list is empty if the subcommand has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -322,7 +322,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the mode whose present or former name resembles ``word`` most; empty if none does."""
+    """Returns the mode whose current or former name resembles ``word`` most; empty if none does."""
     targets = {}
     for mode in modes:
         targets[mode.former] = mode.name

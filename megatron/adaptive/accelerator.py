@@ -94,7 +94,7 @@ class Accelerator:
 
     @property
     def gpu_uuid(self) -> str:
-        """Id of the GPU as in ``nvidia-smi -L``; empty on a CPU, or if torch does not know it."""
+        """Id of the GPU as in ``nvidia-smi -L``. Empty on a CPU, or if it is unknown."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -153,7 +153,7 @@ class CpuClock:
         return True
 
     def wait(self, mark: int) -> None:
-        """Returns at once, because the work before ``mark`` is done."""
+        """Returns immediately, because the work before ``mark`` is done."""
 
 
 class CudaMark(NamedTuple):
@@ -394,7 +394,8 @@ def _require_devices(backend: str | None, ranks: int) -> None:
     """Checks that the machine has the GPUs that the user asked for.
 
     Args:
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if the user named none.
+        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if there is no such
+            backend.
         ranks: Number of ranks on this node.
 
     Raises:

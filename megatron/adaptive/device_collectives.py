@@ -2,8 +2,8 @@
 
 Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. gloo has
 three kinds of collectives. Some copy GPU tensors through host memory, which works. Some refuse GPU
-tensors. The others pass the tensors' GPU addresses to sockets, which wrongly read host memory at
-those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
+tensors. The third kind passes the tensors' GPU addresses to sockets, which wrongly read host memory
+at those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
 two kinds.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of
@@ -40,7 +40,7 @@ class _AllWorks:
         return True
 
     def is_completed(self) -> bool:
-        """Returns whether all of the collectives have ended."""
+        """Returns whether all of the collectives are complete."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -172,17 +172,17 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "alltoall": None,
     "alltoall_base": None,
     "all_to_all_single": None,
-    # gloo also copies the tensors of these, but only if all parts have the same size.
+    # gloo also copies the tensors of these methods, but only if all parts have the same size.
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these with all-reduce, which accepts GPU tensors, but not unequal parts.
+    # gloo implements these by all-reduce, which accepts GPU tensors, but no unequal parts.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # gloo refuses GPU tensors here: "unsupported device type cuda".
+    # gloo refuses GPU tensors in this method: "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
     # gloo mistakes the GPU addresses of these tensors for addresses in host memory.
     "allgather_coalesced": _gather_lists_one_by_one,

@@ -65,7 +65,7 @@ class TransportError(AdaptiveError):
 
 
 class PeerLostError(TransportError):
-    """The process at the other end of a channel has ended or cannot be reached."""
+    """The process at the other end of a channel has exited or cannot be reached."""
 
 
 class DeadlineError(TransportError):

@@ -31,7 +31,7 @@ def load() -> ModuleType | None:
 
 
 def why_missing() -> str | None:
-    """Returns one line that says why the extension cannot be used; ``None`` if it can."""
+    """Returns one line that says why the extension cannot be used, ``None`` if it can be used."""
     return _attempt()[1]
 
 
@@ -68,7 +68,7 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
 
 
 def _builds_for_others() -> str:
-    """Returns a note in brackets that names builds for other Pythons; empty if there are none."""
+    """Returns a note in brackets that names builds for other Pythons. Empty without such builds."""
     names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
     names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
     if not names:

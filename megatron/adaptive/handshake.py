@@ -383,9 +383,9 @@ _REPORT_S = 60.0
 class Gate:
     """Accepts connections in a thread and admits visitors that prove the secret.
 
-    A visitor is a connected peer that has not proved the secret yet. It must do so within five
-    seconds, and may send about a hundred bytes until then. The gate handles all visitors
-    concurrently. If there are too many, it drops one of them.
+    A visitor is a connected peer that has not proved the secret yet. It must prove the secret
+    within five seconds, and may send about a hundred bytes until then. The gate handles all
+    visitors concurrently. If there are too many, it drops one of them.
 
     Args:
         listening: Listening socket, which the gate owns from now on and closes at its end.

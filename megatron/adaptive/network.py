@@ -24,7 +24,7 @@ def is_loopback(address: str) -> bool:
 def addresses() -> dict[str, list[str]]:
     """Returns the addresses of each network interface that is up, IPv4 addresses first.
 
-    Addresses that need a scope (``fe80::1%eth0``) are left out.
+    Addresses that need a scope (``fe80::1%eth0``) are omitted.
     """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     by_interface = {}
@@ -49,7 +49,8 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
 
     Args:
         interface: Name of the network interface to use. ``None`` tries the interface of the route
-            to ``peer``, then that of the default route, then the first that is up.
+            to ``peer``, then the interface of the default route, then the first interface that is
+            up.
         peer: Address or host name of another node of the job; ``None`` if unknown.
         alone: Whether the whole job runs on this machine, so that a loopback address suffices.
 
@@ -84,10 +85,10 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
 
 
 def interface_towards(interface: str | None, peer: str) -> str:
-    """Returns the name of the network interface that a job uses; empty if unknown.
+    """Returns the name of the network interface that a job uses. Empty if it is unknown.
 
     Args:
-        interface: Name of an interface that the user chose; ``None`` for that of the route.
+        interface: Name of an interface that the user chose; ``None`` for the route's interface.
         peer: Address or host name of a node of the job.
     """
     source = None if interface else _source_towards(peer)

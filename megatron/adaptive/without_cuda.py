@@ -74,7 +74,7 @@ def install() -> bool:
     """Lets megatron-core run without CUDA; does nothing with CUDA or if already installed.
 
     Must be called before the first import of ``megatron.core``. Only modules of Megatron-LM get the
-    substitutes; torch is unchanged for all others.
+    substitutes; torch is unchanged for all other modules.
 
     Returns:
         Whether the substitutes are installed.
@@ -108,7 +108,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer, too, run without CUDA; does nothing with CUDA.
+    """Lets Megatron-LM's own trainer also run without CUDA; does nothing with CUDA.
 
     Returns:
         Whether the substitutes are installed.
@@ -403,7 +403,7 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns an event on which waiting ends at once."""
+        """Returns an event; waiting for it returns immediately."""
         return self
 
 
@@ -504,8 +504,8 @@ def _substitute_compiler(finder: Finder) -> None:
 def _substitute_grouped_products(finder: Finder) -> None:
     """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
 
-    The real package computes the matrix products of all experts in one kernel, to save launches. A
-    CPU launches no kernels, so one matrix product per expert is as fast.
+    The real package computes the matmuls of all experts in one kernel, to save launches. A CPU
+    launches no kernels, so one matmul per expert is as fast.
     """
 
     def products(

@@ -4,10 +4,10 @@
 
     file          | block 0: 1 MiB | block 1: 1 MiB | ... | last |     xxh3, 64 bits, for each block
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
-                    "checksum": "<32 digits>" }                        xxh3, 128 bits, of the rest
+                    "checksum": "<32 digits>" }                        xxh3, 128 bits, of all above
 
 Checksums of blocks are computed while a file is written, and compared while it is read, before any
-byte of the block is used. The manifest ends with a checksum of the rest of the manifest. The same
+byte of the block is used. The manifest ends with a checksum of all its other text. The same
 checksums protect files in shared storage, files on the nodes' local disks, uploads from local
 disks, and snapshots in memory. They detect damage, not forgery: anybody who can write a file can
 also write its checksum.
@@ -147,8 +147,8 @@ class CheckedFile:
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
-                f"{self._paths[0]} is damaged (it has {self.size} bytes, and those up to"
-                f" {offset + len(into)} are to be read)"
+                f"{self._paths[0]} is damaged (it has {self.size} bytes, but"
+                f" {offset + len(into)} are needed)"
             )
         while into:
             number, start = divmod(offset, BLOCK_BYTES)
@@ -237,7 +237,7 @@ def sealed(lines: Sequence[str]) -> str:
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether a manifest ends with a checksum that matches the rest of the manifest."""
+    """Returns whether a manifest ends with a checksum that matches all of its other text."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 

@@ -1,7 +1,7 @@
-"""Raises an error that occurs on one rank, during a save or load, on all ranks.
+"""Raises an error on all ranks if a save or a load fails on one rank.
 
-Without this, the other ranks would wait for the failed rank. After each action that can fail, all
-ranks exchange their errors over gloo and raise the same error.
+Without this module, the other ranks would wait for the failed rank. After each action that can
+fail, all ranks exchange their errors over gloo and raise the same error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 class RankGroup:
     """Runs actions on all ranks; if one rank fails, all ranks raise the same error.
 
-    All ranks must call each method together. Each method raises PeerLostError if a rank has ended.
+    All ranks must call each method together. Each method raises PeerLostError if a rank has exited.
 
     Attributes:
         rank: Rank of this process.
@@ -99,7 +99,7 @@ class RankGroup:
             name_ranks: Whether the error message names the ranks that failed.
 
         Raises:
-            CheckpointError: If ``action`` failed for a reason that is not listed below.
+            CheckpointError: If ``action`` failed for any expected reason other than those below.
             DamagedCheckpointError: If ``action`` found damaged data on any rank.
             ConfigError: If all ranks that failed raised ConfigError.
             RuntimeError: If ``action`` failed on another rank because of a bug. That rank raises
@@ -146,7 +146,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins the error messages into one line, and leaves out duplicates.
+    """Joins the error messages into one line, without duplicates.
 
     Args:
         failures: Error message of each rank that failed, by rank.

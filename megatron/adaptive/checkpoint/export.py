@@ -87,11 +87,12 @@ def _opened(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest.
-        like: Hugging Face folder with the configuration; ``None`` for the one that the run loaded.
+        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
+        like: Hugging Face folder with the configuration. ``None`` for the folder that the run
+            loaded.
         output: Folder to make. It may exist.
         files: Names of the files to write, which the output folder must not contain yet.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
@@ -99,7 +100,7 @@ def _opened(
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
-        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
+        raise CheckpointError(f"{checkpoints} holds no checkpoint: pass the folder given to --save")
     path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
@@ -109,13 +110,13 @@ def _opened(
         raise CheckpointError(
             f"{path} does not say which {CONFIG} its model has"
             + (f" ({like} is gone)" if like else "")
-            + ": give a folder with one as --config"
+            + ": pass a folder that has one to --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
     require_same(config, model.settings, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
-        raise CheckpointError(f"{output} holds a model already: name another --output")
+        raise CheckpointError(f"{output} holds a model already: pass another --output")
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"]),
@@ -191,16 +192,16 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint; ``None`` for the latest.
+        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
         like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
-            run loaded, or else the copy of these files next to the checkpoints.
+            run loaded, or for the copy of its files next to the checkpoints if that folder is gone.
         output: Folder to write. It may exist, but must not contain a model.
         kind: ``model`` for a model without adapters. ``adapters`` for adapters in PEFT's format,
             with their original configuration if the run loaded them. ``merged`` for the model with
             the adapters added to its weights; if the checkpoint lacks the model's weights, they are
             read from ``like``.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
-        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
+        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
 
     Raises:
         AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,
@@ -235,7 +236,7 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     """Returns the tensors to export for a model without adapters.
 
     Returns:
-        Element type and shape of each tensor, and a function that reads a tensor by name.
+        Dtype and shape of each tensor, and a function that reads a tensor by name.
     """
     if exported.config.lora.is_on:
         raise CheckpointError(
@@ -257,7 +258,7 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
     """Returns the tensors to export for a model with the adapters added to its weights.
 
     Returns:
-        Element type and shape of each tensor, and a function that reads a tensor by name.
+        Dtype and shape of each tensor, and a function that reads a tensor by name.
     """
     transposed = {
         run.name for tensor in exported.tensors.values() for run in tensor.rows if run.transposed
@@ -299,7 +300,7 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     Args:
         path: Path of the original ``config.json``.
         document: Content of the original file.
-        dtype: Element type of the exported tensors, which replaces the original one.
+        dtype: Dtype of the exported tensors, which replaces the original one.
     """
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
@@ -333,8 +334,8 @@ def require_same(
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
-                    " folder of the checkpoint's model as --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, but {where} has {expected}: pass"
+                    " the folder of the checkpoint's model to --config"
                 )
 
 
@@ -383,7 +384,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
+        raise CheckpointError(f"{folder} has no {ADAPTERS}: pass a folder that PEFT wrote")
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as source:
@@ -398,7 +399,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                 raise CheckpointError(
                     f"{file}: {name} has shape {has} there and {asked} in this model with"
                     f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
+                    f" {config.lora.lora_targets}: remove these flags, or load adapters of this"
                     " model"
                 )
         with torch.no_grad():

@@ -78,13 +78,13 @@ _TRACKER_DIGITS = 18
 
 
 class StepFolders:
-    """A folder with one subfolder per step; each has a manifest that lists its files.
+    """A folder with one subfolder per step. Each subfolder has a manifest that lists its files.
 
     Args:
         path: Path of the folder, which need not exist.
 
     Attributes:
-        lease: Lease that lets only this job write to the folder, ``None`` to write without one.
+        lease: Lease that lets only this job write to the folder, ``None`` to write without a lease.
         manifest_name: Name of the manifest file, which only complete subfolders have.
     """
 
@@ -116,7 +116,7 @@ class StepFolders:
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the paths of the complete subfolders by step, in ascending order."""
+        """Returns the path of each complete subfolder by step, in ascending order of the steps."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
@@ -131,10 +131,11 @@ class StepFolders:
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to resume from, in the order to try, if the user named no step.
+        """Yields the steps to try to resume from, in order. Used if the user chose no step.
 
-        The first is the latest step. Without a tracker it may be a later step whose manifest was
-        lost, so that the damage is noticed. Earlier steps follow, the newest first.
+        The first is the latest complete step. Without a tracker, the first may be a later step
+        whose manifest is missing, so that the user learns of the damage. Earlier steps follow,
+        newest first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -153,7 +154,7 @@ class StepFolders:
         return False
 
     def begin(self, step: int) -> Path:
-        """Removes what crashed runs left behind, and makes an empty partial folder for a step.
+        """Cleans up after crashed runs with :meth:`clear`, and makes a step's empty partial folder.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -166,7 +167,9 @@ class StepFolders:
         return partial
 
     def clear(self) -> None:
-        """Removes what crashed runs left, so that earlier jobs cannot rename it into place.
+        """Removes or restores the hidden folders that crashed runs left behind.
+
+        If an earlier job still runs, it can then no longer rename its partial folder into place.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -245,18 +248,18 @@ class StepFolders:
         return complete
 
     def keep(self, number: int, also: Collection[int] = ()) -> None:
-        """Removes complete subfolders except the newest; ignores errors of the file system.
+        """Removes all complete subfolders except the newest ones; ignores file system errors.
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps to keep as well.
+            also: Older steps whose subfolders are kept as well.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a complete subfolder; ignores errors of the file system."""
+        """Removes a complete subfolder; ignores file system errors."""
         # Rename the subfolder first, so that nobody loads it while its files are being removed.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
@@ -264,7 +267,7 @@ class StepFolders:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Removes a step's partial folder; ignores errors of the file system."""
+        """Removes a step's partial folder; ignores file system errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
@@ -328,7 +331,7 @@ class StepFolders:
             return f"{outside[0]!r} is no name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is that of iteration {iteration}, and its step {body['step']}"
+            return f"its progress is at iteration {iteration}, but its step is {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:
@@ -413,7 +416,7 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns manifest entries that identify the checkpoint saved before this one."""
+        """Returns manifest entries that identify the checkpoint saved before ``step``."""
         return {}
 
     def _track(self, step: int) -> None:
@@ -656,7 +659,7 @@ class PipelineFolder(StepFolders):
         steps = self.steps()
         if step is None and not steps:
             raise CheckpointError(
-                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
+                f"{self.path}: no complete checkpoint of a Pipeline is there; pass the folder that "
                 "Pipeline.save was given"
             )
         step = max(steps) if step is None else step
@@ -684,7 +687,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
     Args:
         path: Path of a folder of checkpoints or of a single checkpoint. Either the trainer or a
             ``Pipeline`` wrote it.
-        step: Step to use; ``None`` for all steps in the folder.
+        step: Step to use. ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -701,7 +704,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
             return folders, steps if step is None else [step]
     reason = "holds no checkpoint" if path.is_dir() else "is no folder"
     raise CheckpointError(
-        f"{path} {reason}: name the folder that --save or Pipeline.save was given"
+        f"{path} {reason}: pass the folder that --save or Pipeline.save was given"
     )
 
 
@@ -714,9 +717,9 @@ def make_pipeline_manifest(
         head: Entries that are equal on all ranks: ``step``, ``seed``, ``loss_scale`` and ``extra``.
             Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
         parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
-            the name of the optimizer, ``None`` without one. ``groups`` lists each parameter group's
-            options and names of parameters. ``plain`` has the optimizer's values that are not
-            tensors, by name.
+            the name of the optimizer, ``None`` if there is no optimizer. ``groups`` lists each
+            parameter group's options and names of parameters. ``plain`` has the optimizer's values
+            that are not tensors, by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]

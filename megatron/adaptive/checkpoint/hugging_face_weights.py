@@ -115,7 +115,7 @@ class RowRun(NamedTuple):
     Attributes:
         row: Index of the first row in the core tensor.
         count: Number of rows.
-        expert: Index of the expert, along the core tensor's first axis; 0 without experts.
+        expert: Index of the expert along the core tensor's first axis. 0 if there are no experts.
         name: Name of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
         transposed: Whether the Hugging Face tensor is stored transposed.
@@ -438,7 +438,8 @@ class HuggingFaceReader:
 
     Raises:
         ConfigError: If the trainer does not support the model.
-        CheckpointError: If the folder lacks tensors of the model, or has others.
+        CheckpointError: If the folder lacks tensors of the model, or has tensors that are not in
+            the model.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -457,10 +458,10 @@ class HuggingFaceReader:
         self._folder.__exit__()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the element type of a core tensor.
+        """Returns the dtype of a core tensor.
 
         Raises:
-            CheckpointError: If the Hugging Face tensors in it have different element types.
+            CheckpointError: If the Hugging Face tensors that make it up have different dtypes.
         """
         types = {
             run.name: self._folder.tensors[self._names[run.name]].dtype
@@ -470,7 +471,7 @@ class HuggingFaceReader:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
-                " one type"
+                " the same dtype"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
@@ -492,7 +493,7 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Element type and shape of each Hugging Face tensor by name, in the model's order."""
+        """Dtype and shape of each Hugging Face tensor by name, in the model's order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
@@ -539,7 +540,7 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor is one that duplicates another tensor of the model.
+        """Returns whether a tensor duplicates another tensor of the model.
 
         Raises:
             CheckpointError: If the values of the two tensors differ.
@@ -622,8 +623,8 @@ def _require_rows(
     """Raises ConfigError if the run's embedding has fewer rows than the folder's."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
-            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, and"
-            f" {folder} has {rows}: leave it out"
+            f"--vocab-size {config.data.vocab_size} makes an embedding of {rows_here} rows, but the"
+            f" embedding in {folder} has {rows} rows: remove --vocab-size"
         )
 
 
@@ -663,7 +664,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
     """
     checkpoints = CheckpointFolder(output)
     if checkpoints.named():
-        raise CheckpointError(f"{output} holds checkpoints already: name another --output")
+        raise CheckpointError(f"{output} holds checkpoints already: pass another --output")
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
         rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)

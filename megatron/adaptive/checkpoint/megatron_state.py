@@ -45,8 +45,8 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-# Settings of a group of parameters by which megatron-core finds the group in a checkpoint, besides
-# lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
+# Settings of a parameter group by which megatron-core finds the group in a checkpoint, in addition
+# to lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
@@ -56,8 +56,8 @@ _GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU gen
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys in the optimizer's state for the state of a separate optimizer: that of experts, and that of
-# all weights that muon does not train.
+# Keys in the optimizer's state for the state of a separate optimizer: the one for experts, and the
+# one for all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
@@ -406,8 +406,9 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
 def _leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers in megatron-core's chain.
 
-    There is one optimizer. With expert parallelism, a second optimizer follows, for the experts.
-    With muon, a second one follows as well, for all weights that muon does not train.
+    Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
+    optimizer follows for the experts. With muon, a second optimizer follows for all weights that
+    muon does not train.
     """
     return list(optimizer.chained_optimizers)
 
@@ -462,7 +463,7 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Gives the groups of muon, which counts no steps, the step count of the second optimizer."""
+    """Copies the second optimizer's step count to the groups of muon, which counts no steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 

@@ -46,9 +46,9 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-_KEPT = 2  # checkpoints to keep by default: the last, and the previous one while it is written
+_KEPT = 2  # default number of checkpoints: the newest, and the previous while that is written
 _LOOK_S = 10.0
-_END_S = 5.0  # time in seconds to wait for the end of an upload that was given up
+_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to end
 _ROUND_S = 1.0
 
 
@@ -79,7 +79,7 @@ class LocalDisk:
         shared: Folder of checkpoints in shared storage.
         done: Queue of (step, path) for each checkpoint that is complete in shared storage.
         resumed: Step that the run resumed from. Later steps on the local disk are outdated, because
-            the run repeats them. The first save removes them from the disk.
+            the run repeats them. The first save removes the later steps from the disk.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -124,7 +124,7 @@ class LocalDisk:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
         except CheckpointError as error:
             self._warn(
-                "%s: %s; the checkpoint of iteration %d goes to %s at once",
+                "%s: %s; the checkpoint of iteration %d is written directly to %s",
                 self._base,
                 error,
                 step,
@@ -261,7 +261,7 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"{partial}: files have other sizes than what was written")
+            raise CheckpointError(f"{partial}: sizes of files differ from what was written")
         return stored, shares
 
     def _begin(self, step: int) -> None:
@@ -319,8 +319,8 @@ class LocalDisk:
             upload.join(_END_S)
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
-                f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                " the same nodes continues it; a longer time limit of the job gives it more time"
+                f" {self._timeout_s:g} s: the files are on the nodes' local disks; repeat the"
+                " command on the same nodes to continue the copy, or raise the job's time limit"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -462,7 +462,7 @@ def writing(
     except BaseException as error:
 
         def clear(text: str = str(error)) -> str:
-            """Removes the partial folder; returns the cause of the failure, as far as known."""
+            """Removes the partial folder, and returns the most likely cause of the failure."""
             if folder.lease is not None:  # without a lease, the folder may belong to another job
                 folder.abandon(step)
                 try:
@@ -498,7 +498,8 @@ def prepare(
         base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
         latest: Function that returns the newest step in ``shared``, or 0 if there is none. It
             returns ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep; ``None`` keeps all in ``shared``, two on local disks.
+        keep: Number of checkpoints to keep. ``None`` keeps all in ``shared`` and two on local
+            disks.
 
     Returns:
         Object that manages this node's local files, ``None`` without local disks.
@@ -545,7 +546,7 @@ class Upload(BackgroundWrite):
         if self.failure is not None and self._ranks.is_first and not self.is_given_up:
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
-                text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
+                text = f"the copy of a checkpoint failed: {(text.splitlines() or ['?'])[0]}"
             _LOG.warning("WARNING: %s", printable(text))
 
     def _copy(self) -> Path:

@@ -44,7 +44,7 @@ def dumps(value: Any) -> bytes:
             types and devices of torch.
 
     Raises:
-        TypeError: If ``value`` contains an object of another type; the message says where.
+        TypeError: If ``value`` contains an object of another type. The message names its position.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()

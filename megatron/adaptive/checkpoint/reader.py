@@ -59,7 +59,8 @@ _KNOWN = {
     "pathlib._local": ("PosixPath",),
 }
 _PLANS = "torch.distributed.checkpoint.planner"
-# Name under which megatron-core saves common values from 0.19 on. Before, they had a file.
+# Name of the object with common values that megatron-core saves from 0.19 on. Older versions saved
+# these values in a file.
 _COMMON_OBJECT = "common_state/shard_0_1"
 
 
@@ -87,7 +88,7 @@ class SavedTensor:
     """Describes a tensor in a checkpoint.
 
     Attributes:
-        dtype: Type of the elements.
+        dtype: Dtype of the elements.
         size: Shape of the whole tensor.
         parts: Saved parts, which together make up the tensor.
     """
@@ -126,8 +127,9 @@ class CheckpointReader:
 
     Attributes:
         path: Path of the checkpoint.
-        tensors: Type, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each other object, by name; ``None`` if it is empty.
+        tensors: Dtype, shape and saved parts of each tensor, by name.
+        objects: File, offset and length of each object that is not a tensor, by name. ``None`` for
+            an empty object.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -187,8 +189,8 @@ class CheckpointReader:
                 regions.append(region)
             if count < target.numel() and not request.may_exceed:
                 raise DamagedCheckpointError(
-                    f"{self.path} has {count} of the {target.numel()} elements of {request.name}"
-                    " that are to be read"
+                    f"{self.path} has only {count} of {target.numel()} needed elements of"
+                    f" {request.name}"
                 )
         regions.sort(key=lambda region: (region.part.file, region.part.begin))
         with torch.no_grad():
@@ -215,8 +217,8 @@ class CheckpointReader:
         Args:
             name: Name of the file.
             former: Name of the corresponding file in checkpoints of earlier versions, and of
-                megatron-core. ``torch.save`` wrote that file. It may be missing in those of
-                megatron-core 0.19 and newer.
+                megatron-core. ``torch.save`` wrote that file. Checkpoints of megatron-core 0.19 and
+                newer may lack it.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -311,7 +313,7 @@ class CheckpointReader:
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Leave out the text of torch's errors: it advises to load the file with an unpickler
+            # Omit the text of torch's errors, because it advises to load the file with an unpickler
             # that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
             text = f"{self.path / name} cannot be read ({reason})"
@@ -358,7 +360,7 @@ class _Region(NamedTuple):
 
     Attributes:
         part: Saved part of the tensor.
-        dtype: Type of the saved elements.
+        dtype: Dtype of the saved elements.
         start: Index of the overlap's first element in the saved part.
         target: View of the overlap in the caller's tensor, which receives the elements.
     """
@@ -376,7 +378,7 @@ def _overlap(
 
     Args:
         part: Saved part of the tensor.
-        dtype: Type of the saved elements.
+        dtype: Dtype of the saved elements.
         offset: Index of the region's first element in the whole tensor.
         target: Tensor with the shape of the region.
     """
@@ -403,7 +405,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == _PLANS:  # records which rank wrote what, which reading does not need
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise _Refused(f"it names {module}.{name}, which is no part of an index")
+            raise _Refused(f"it names {module}.{name}, which does not belong in an index")
         return super().find_class(module, name)
 
 

@@ -48,7 +48,7 @@ ALL_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Element types of any module's parameters and buffers, by their codes in the files."""
+"""Dtypes of any module's parameters and buffers, by their codes in the files."""
 _CODES = {dtype: code for code, dtype in ALL_DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
 _BLOCK_BYTES = 1 << 23
@@ -61,7 +61,7 @@ class StoredTensor:
 
     Attributes:
         file: Path of the file.
-        dtype: Element type in the notation of safetensors, such as ``BF16``.
+        dtype: Dtype in the notation of safetensors, such as ``BF16``.
         shape: Shape of the tensor.
         begin: Offset of the tensor's first byte in the file.
     """
@@ -78,7 +78,7 @@ class TensorFolder:
     Args:
         folder: Folder of the model.
         only: Name of a single file to read, ``None`` for all files of the model.
-        dtypes: Element types that the folder may have, by their codes in the files.
+        dtypes: Dtypes that the folder's tensors may have, by their codes in the files.
 
     Attributes:
         tensors: Location of each tensor, by name.
@@ -129,7 +129,7 @@ class TensorFolder:
                 as a matrix with one column.
             row: Index of the first row to read.
             column: Index of the first column to read.
-            target: Tensor ``[rows, columns]`` that receives the values. It may have any type,
+            target: Tensor ``[rows, columns]`` that receives the values. It may have any dtype,
                 layout and device.
 
         Raises:
@@ -154,7 +154,7 @@ class TensorFolder:
             target[first : first + count].copy_(block[:, column : column + columns])
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the element type of a tensor."""
+        """Returns the dtype of a tensor."""
         return self._dtypes[self.tensors[name].dtype]
 
     def read_whole(self, name: str, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,8 +162,8 @@ class TensorFolder:
 
         Args:
             name: Name of the tensor, whose elements must not have 8 bits.
-            target: Tensor that receives the values if its type, shape and layout are those of the
-                file and it is in host memory; else its values are not changed.
+            target: Tensor that receives the values if it is in host memory and has the dtype, shape
+                and layout of the saved tensor. Otherwise its values are not changed.
 
         Returns:
             ``target``, or a new tensor in host memory if ``target`` cannot receive the values.
@@ -220,7 +220,7 @@ class TensorFolder:
                     f" but {pickled[0]}, a pickle, which can run code as it is loaded: save the"
                     " model again with save_pretrained of transformers, which writes safetensors"
                     if pickled
-                    else ": name the folder of a Hugging Face model"
+                    else ": pass the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)
@@ -230,7 +230,7 @@ class TensorFolder:
             raise DamagedCheckpointError(f"{index} has no weight_map: {_RESTORE}")
         for name, file in table.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise DamagedCheckpointError(f"{index}: {file!r} is no file's name: {_RESTORE}")
+                raise DamagedCheckpointError(f"{index}: {file!r} is not a file name: {_RESTORE}")
             names_by_file.setdefault(self.folder / file, []).append(name)
         for path, names in names_by_file.items():
             if not path.is_file():
@@ -245,8 +245,8 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
     for name, entry in read_header(path).items():
         if entry.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {name} is of type {entry.dtype}, and {', '.join(dtypes)} are read:"
-                " convert it before"
+                f"{path}: {name} has dtype {entry.dtype}, but only {', '.join(dtypes)} can be"
+                " read: convert it first"
             )
         tensors[name] = StoredTensor(
             file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin
@@ -266,8 +266,8 @@ def write_folder(
 
     Args:
         folder: Folder to write to.
-        tensors: Element type and shape of each tensor by name, in the model's order.
-        read: Function that returns the tensor with a given name, contiguous in host memory. It is
+        tensors: Dtype and shape of each tensor by name, in the model's order.
+        read: Function that takes a name and returns that tensor, contiguous in host memory. It is
             called once per tensor.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
         single: Name of the only file, if all tensors fit into one.
@@ -292,7 +292,7 @@ def split_shards(
     """Divides tensors among files, and returns the names of the tensors in each file.
 
     Args:
-        tensors: Element type and shape of each tensor by name, in the model's order.
+        tensors: Dtype and shape of each tensor by name, in the model's order.
         shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
     """
     shards: list[list[str]] = [[]]
@@ -329,7 +329,7 @@ def write_index(
     Args:
         folder: Folder to write to.
         files: Name of the file that contains each tensor.
-        tensors: Element type and shape of each tensor, by name.
+        tensors: Dtype and shape of each tensor, by name.
 
     Raises:
         OSError: If the index cannot be written.
@@ -353,13 +353,13 @@ def write_shard(
 
     Args:
         path: Path of the file.
-        tensors: Element type and shape of each tensor of the file, by name.
-        read: Function that returns the tensor with a given name, contiguous in host memory.
+        tensors: Dtype and shape of each tensor of the file, by name.
+        read: Function that takes a name and returns that tensor, contiguous in host memory.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    # Use the order of the safetensors package: larger element types first, then by name.
+    # Use the order of the safetensors package: dtypes with larger elements first, then by name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -1,4 +1,4 @@
-"""Saves checkpoints, either at once or in the background while training continues.
+"""Saves checkpoints, either immediately or in the background while training continues.
 
 ::
 
@@ -7,8 +7,8 @@
     (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
 The trainer and ``Pipeline`` each have a function that returns their state as a :class:`TakenState`.
-This module does the rest for both: a checkpoint is either complete or absent, old checkpoints are
-removed, and only one save runs at a time.
+For both, this module ensures that a checkpoint is either complete or absent, that old checkpoints
+are removed, and that only one save runs at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class CheckpointSaver:
             are written to their folder directly.
 
     Attributes:
-        local: Local disk of this node, ``None`` without one and after :meth:`close`.
+        local: Local disk of this node. ``None`` if the run uses no local disk, and after
+            :meth:`close`.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -151,7 +152,7 @@ class CheckpointSaver:
     def completed(self) -> tuple[int, Path] | None:
         """Returns step and path of a checkpoint that was completed in the background.
 
-        Returns each such checkpoint once, and ``None`` if there is no other.
+        Returns each such checkpoint once. ``None`` means that no further checkpoint is complete.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -209,7 +210,7 @@ class CheckpointSaver:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until that of iteration {step} is written in its place"
+                f"{error}; training waits until the one of iteration {step} is written instead"
             )
             return True
         return False
@@ -293,7 +294,9 @@ def require_seen(path: Path, job: Job) -> None:
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
-        raise CheckpointError(f"{path}: {host} does not see it: give a folder that all nodes share")
+        raise CheckpointError(
+            f"{path} is not visible on {host}: pass a folder that all nodes share"
+        )
 
 
 class _HostCopy:

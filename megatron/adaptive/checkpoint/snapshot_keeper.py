@@ -20,7 +20,7 @@ an authentication code (MAC). The rank gets an answer once the buddy has receive
 Both nodes store a checksum of the sent bytes with the step. A restore compares these checksums.
 Ranks connect over a Unix socket, which accepts only the same user. Buddies connect over TCP and
 must prove that they know the job's secret. A restore opens the files through their descriptors in
-this process (``/proc/<pid>/fd``). Snapshots are lost when this process ends.
+this process (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
 
 This module does not import torch, because the node's agent does not load torch.
 """
@@ -57,7 +57,7 @@ _MARKS = struct.Struct("<QQQ")  # Step begun, step done, size of the extra bytes
 _SENT = struct.Struct("<QQ")  # Stored after the marks: step, checksum of its sent bytes.
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has started its ranks too.
+_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has also started its ranks.
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -156,7 +156,7 @@ class SnapshotFile:
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether a slot matches its stored checksum; True if none is stored yet."""
+        """Returns whether a slot matches its stored checksum. True if no checksum is stored yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -257,7 +257,7 @@ class SnapshotKeeper:
         Args:
             run: Identifier of this start of the ranks, the same on all nodes.
             secret: Secret by which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots, ``None`` for none.
+            buddy: Node that also stores this node's snapshots, ``None`` if there is no such node.
         """
         with self._changed:
             for store in self._stores:
@@ -272,7 +272,8 @@ class SnapshotKeeper:
         """Waits until no connection is open, and returns a description of each snapshot file.
 
         Args:
-            within_s: Maximum time in seconds to wait for the end of ranks and of transfers.
+            within_s: Maximum time in seconds to wait until ranks have exited and transfers are
+                done.
         """
         until_s = time.monotonic() + within_s
         with self._changed:
@@ -354,7 +355,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Serves a rank until it ends: sends each copied step to the buddy and confirms it."""
+        """Serves a rank until it exits: sends each copied step to the buddy and confirms it."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -424,7 +425,7 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts the snapshots in a file; at the second, discards the file that this file replaced.
+        """Counts a file's snapshots; after the second, discards the file that this one replaced.
 
         A rank makes a new file if the number or shapes of its tensors change, for example because
         stages move.

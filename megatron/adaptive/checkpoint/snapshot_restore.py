@@ -3,7 +3,7 @@
 ::
 
     write     on each node that has snapshots of the step: writes their tensors into one file
-    assemble  on one node, after that: writes the index of all files and completes the checkpoint
+    assemble  afterwards, on one node: writes the index of all files and completes the checkpoint
 
 The program has one argument, a JSON object. Its exit status is 0, or 2 after it has printed an
 error. The checkpoint has the usual format, except that it has one file per node instead of one per
@@ -50,7 +50,7 @@ def write(order: Mapping[str, Any]) -> None:
 
     Args:
         order: Settings of the command, with these entries. ``checkpoints``: folder of checkpoints.
-            ``is_pipeline``: whether it is a folder of a ``Pipeline``. ``step``: step of the
+            ``is_pipeline``: whether that folder belongs to a ``Pipeline``. ``step``: step of the
             snapshots. ``lease``: number of the manager's lease, 0 for none. ``index``: index of
             this node. ``has_common``: whether this node writes the files that exist once per
             checkpoint. ``parts``: list of snapshot files, each with its path (``file``) and the

@@ -55,7 +55,7 @@ class SnapshotSettings:
 
     Attributes:
         address: Address of the keeper, an abstract Unix socket.
-        run: Identifier of this start of the ranks; another one is used after a restart.
+        run: Identifier of this start of the ranks. A restart uses a new identifier.
         node: Name of the node that the ranks run on.
         domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
             of a node, or of a machine with several nodes.
@@ -83,7 +83,7 @@ class SnapshotState(ABC):
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
-        """Returns the current tensors, and the rest of the state as bytes (extra bytes).
+        """Returns the current tensors, and all other state as bytes (extra bytes).
 
         Collective. If all tensors are at the same addresses as in the last call, ``None`` is
         returned instead of the tensors. The extra bytes begin with a line of JSON.
@@ -384,8 +384,8 @@ class Snapshots(NoSnapshots):
         self._is_off = True
         self._report(f"off: {why}")
         self._say(
-            f"warning: no copies of the state are kept in memory: {why}; after a loss without"
-            " notice training resumes from the last checkpoint"
+            f"warning: no copies of the state are kept in memory: {why}; if ranks are lost without"
+            " notice, training resumes from the last checkpoint"
         )
 
 
@@ -399,8 +399,8 @@ def make_snapshots(
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that makes the object to access this rank's state. Called once, and only if
-            snapshots are taken.
+        state: Function that makes the object for access to this rank's state. Called once, and only
+            if snapshots are taken.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -466,7 +466,7 @@ class SnapshotPlan:
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, rank_parts: RankParts) -> list[Part]:
-        """Returns the parts that a rank copies; those that are also sent come first."""
+        """Returns the parts that a rank copies. Parts that are also sent come first."""
         copied = [part for part in rank_parts.parts if rank in self.needs[part].ranks]
         return sorted(copied, key=lambda part: (not self.needs[part].is_sent, part))
 

@@ -1,9 +1,10 @@
-"""Saves and loads checkpoints of a training run, completely or not at all.
+"""Saves and loads the checkpoints of a training run.
 
-All ranks take part. A checkpoint has megatron-core's ``torch_dist`` format, which can be loaded
-with any parallel sizes and any partition of the layers, and a manifest (``checkpoint.folder``). A
-checkpoint that does not fit a run is rejected with an error that lists each difference, both values
-and a remedy.
+Saving and loading are collective over all ranks. A checkpoint appears under its final name only
+once it is complete. It has megatron-core's ``torch_dist`` format, which can be loaded with any
+parallel sizes and any partition of the layers, and a manifest (``checkpoint.folder``). A checkpoint
+that does not fit a run is rejected with an error that lists each difference, both values and a
+remedy.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ from megatron.adaptive.gpt.train_step import gather_parameters
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
-_REMEDY = "Free space there or name another folder with --save"
-# Suffix of the names under which layers of Transformer Engine save state for 8-bit number formats.
-# This state may be missing in a checkpoint, because this trainer does not use these formats.
+_REMEDY = "Free space there or use another folder with --save"
+# Suffix of the names under which layers of Transformer Engine save state for 8-bit data types. A
+# checkpoint may lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
 
 # Settings of megatron-core that decide which weights a model has.
@@ -122,7 +123,7 @@ class Checkpoints:
             scheduler only.
         local: Local disk of the node, to which checkpoints are written first. With ``None``, they
             are written to ``--save`` directly.
-        config: Settings to use instead of the run's; ``None`` for the run's.
+        config: Settings to use instead of the run's. With ``None``, the run's settings are used.
             ``config.checkpoint`` decides which state is saved and loaded.
 
     Attributes:
@@ -145,7 +146,7 @@ class Checkpoints:
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
     def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
-        """Writes a checkpoint. Returns its path, ``None`` if it is not complete yet.
+        """Writes a checkpoint and returns its path, or ``None`` if it is not complete yet.
 
         Args:
             progress: Counts of iterations and samples done. The iteration names the checkpoint.
@@ -184,7 +185,7 @@ class Checkpoints:
             self._state_to_save(progress),
             # All checkpoints of a run have the same parts, so one check of them is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Skip the comparison of the ranks' common values, because stages have different ones.
+            # Skip the comparison of the ranks' common values, because they differ between stages.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -279,7 +280,7 @@ class Checkpoints:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
         else:
-            self._optimizer.reload_model_params()  # updates the 32-bit weights, too
+            self._optimizer.reload_model_params()  # also updates the 32-bit weights
             if not self._settings.finetune:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
@@ -334,7 +335,9 @@ class Checkpoints:
         return state.without_local_copies(whole)
 
     def _steps(self) -> list[int]:
-        """Returns the iterations whose checkpoints to try, in order; empty to start from scratch.
+        """Returns the iterations of the checkpoints to try to load, in order.
+
+        The list is empty if the run starts from scratch.
 
         Called on rank 0 only.
         """
@@ -356,7 +359,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns path and manifest of an iteration's checkpoint. Called on rank 0 only."""
+        """Returns path and manifest of an iteration's checkpoint. Called only on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -400,7 +403,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds only adapters: give their model as --load-hf"
+                    f"--load {path} holds only adapters: pass their model's folder to --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
@@ -416,7 +419,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Do not add the ranks: the errors of _read_shards already name them.
+        # Do not add rank numbers to errors here: the errors of _read_shards have them already.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -453,7 +456,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks with equal state, which share reading and writing it."""
+        """Returns the number of ranks with equal state, which divide its reading and writing."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -496,7 +499,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the shards that a checkpoint contains; state for 8-bit formats may be missing.
+    """Returns the shards that a checkpoint contains. State for 8-bit data types may be missing.
 
     Raises:
         CheckpointError: If other shards are missing.
@@ -508,13 +511,13 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
         return shard.key in reader.tensors
 
     present, others = extract_matching_values(shards, is_there)
-    # Only layers of Transformer Engine save state for 8-bit formats, so other checkpoints lack it.
+    # Only layers of Transformer Engine save state for 8-bit data types. Other checkpoints lack it.
     keys = {shard.key for shard in nested_values(others)}
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
         raise CheckpointError(
-            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
-            "model or optimizer; give the settings it was trained with"
+            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): the checkpoint is of "
+            "another model or optimizer; pass the settings that it was trained with"
         )
     return dict(present)
 
@@ -569,10 +572,13 @@ def _replica_group() -> dist.ProcessGroup:
 
 
 def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Reserves the folder ``--save``, if it is set, for this job, and finishes an earlier upload.
+    """Reserves the folder ``--save`` for this job, and finishes the previous run's upload to it.
 
-    The upload of a previous run is finished only if this run resumes from the newest checkpoint in
-    ``--save``. Returns this node's local disk for checkpoints, ``None`` without one.
+    The upload is finished only if this run resumes from the newest checkpoint in ``--save``.
+    Without ``--save``, the function does nothing.
+
+    Returns:
+        Local disk of this node for checkpoints, ``None`` if the run uses none.
     """
     settings = config.checkpoint
     if settings.save is None:
@@ -621,7 +627,7 @@ class RunState(SnapshotState):
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
         self._run = run
         self._progress = progress
-        # Snapshots need the optimizer's state even if the run's checkpoints leave it out.
+        # Snapshots need the optimizer's state even if the run's checkpoints do not include it.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
@@ -659,7 +665,8 @@ def require_same_model(
         name: Name by which the error message refers to the checkpoint.
 
     Raises:
-        CheckpointError: If the model is another one; the message lists the settings that differ.
+        CheckpointError: If the checkpoint has another model. The message lists the settings that
+            differ.
     """
     saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
@@ -681,8 +688,8 @@ def require_same_model(
         )
     if different:
         raise CheckpointError(
-            f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
-            "trained with, or name another folder with --load"
+            f"{name} is of another model: {'; '.join(different)}. Pass the settings it was "
+            "trained with, or use another folder with --load"
         )
 
 
@@ -700,7 +707,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
         if before[flag] != now:
             raise CheckpointError(
                 f"{name} holds the state of another optimizer: {flag} is {before[flag]} in the "
-                f"checkpoint and {now} here. Give the same, or {remedy}"
+                f"checkpoint and {now} here. Pass the same, or {remedy}"
             )
 
 

@@ -5,11 +5,11 @@
     __<rank>_0.distcp    file of a rank: its tensors, then its objects, each as torch.save does
                          [ head of torch.save | bytes of the tensor | end of torch.save ] ...
                          [ pickled object | the same as plain values ] ...
-    .metadata            name, offset in the whole tensor, file and position of each of them
+    .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same as JSON, with the positions of the raw bytes and plain values
 
-This module writes every checkpoint: those of the trainer, which megatron-core reads as
-``torch_dist``, those of a ``Pipeline``, and those made from snapshots in memory. Torch and
+This module writes every checkpoint: the checkpoints of the trainer, which megatron-core reads as
+``torch_dist``, those of a ``Pipeline``, and checkpoints made from snapshots in memory. Torch and
 Megatron-LM find the tensors of a checkpoint through ``.metadata``, this program through
 ``index.json`` (``checkpoint.reader``). The training process itself writes the files.
 megatron-core's writer would start processes by ``spawn`` and ``fork`` at each save. That takes

@@ -42,7 +42,7 @@ _PIECE_BYTES = 1 << 22  # small, so that bytes are hashed while they are still i
 
 
 class _DamageError(Exception):
-    """Raised if a cached file is not as it was written; the message says how it differs."""
+    """Raised if a cached file differs from what was written. The message names the difference."""
 
 
 def cached_arrays(

@@ -100,7 +100,7 @@ class ChatTemplate:
         """Renders a conversation and finds the parts on which the loss is computed.
 
         Raises:
-            DataError: The template raises an error, or leaves out one of the assistant's messages.
+            DataError: The template raises an error, or omits one of the assistant's messages.
         """
         template = self._templates["default"]
         if conversation.tools is not None:
@@ -155,7 +155,7 @@ class _Prompt:
     The generation prompt is the text with which a template asks the model to answer.
 
     Attributes:
-        asked: Generation prompt; empty if there is none or it is unknown.
+        asked: Generation prompt. Empty if there is no prompt, or if it is unknown.
         added: Text that the template writes between the prompt and every answer.
         opened: Last part of the generation prompt, if the template omits it before an answer.
     """
@@ -224,7 +224,7 @@ class _Renderer:
         Args:
             number: Index of the assistant's message in the conversation, from 0.
             text: Rendered text of the whole conversation.
-            plain: Whether to leave the answer's tool calls and reasoning out of the messages that
+            plain: Whether to omit the answer's tool calls and reasoning from the messages that
                 replace it.
         """
         before = self.messages[:number]
@@ -341,7 +341,7 @@ class _Renderer:
 def _normalized(message: Message) -> dict[str, Any]:
     """Returns a message in the form that ``transformers`` passes to a template.
 
-    Keys whose value is ``None`` are left out. Reasoning is stored under both names that templates
+    Keys whose value is ``None`` are removed. Reasoning is stored under both names that templates
     read, ``thinking`` and ``reasoning_content``.
     """
     fields: dict[str, Any] = _clean(

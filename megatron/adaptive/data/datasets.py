@@ -70,7 +70,7 @@ def build_datasets(
     If ``torch.distributed`` is initialized, this function is collective: every rank must call it
     with the same arguments, even if the rank needs no samples. Global rank 0 builds first, then all
     other ranks at the same time. Shuffling indices are cached under a file lock. On a node that
-    does not share the disk of rank 0, one process thus builds them and the others read them.
+    does not share the disk of rank 0, one process thus builds the indices and all others read them.
 
     The order of samples depends on seed, sequence length and split. As in Megatron-LM, it also
     depends on the number of epochs that ``train_samples`` needs. If a run is extended so far that
@@ -83,8 +83,9 @@ def build_datasets(
         seq_length: Number of tokens per sample.
         seed: Seed that determines the order of the samples.
         train_samples: Number of training samples of the whole run.
-        valid_samples: Total number of samples in all validations; 0 builds no validation data.
-        test_samples: Number of test samples; 0 builds no test data.
+        valid_samples: Total number of samples in all validations. With 0, no validation data is
+            built.
+        test_samples: Number of test samples. With 0, no test data is built.
         is_built_on_rank: Function that returns whether this rank needs samples. It must return
             true on global rank 0.
 
@@ -314,7 +315,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
                 f"{path}: cannot be read ({error.strerror}); check --data-path"
             ) from None
         if not S_ISREG(status.st_mode):
-            raise DataError(f"{path}: is no regular file; name one of JSON lines")
+            raise DataError(f"{path}: is not a regular file; pass a file of JSON lines")
         identity = f"{path}{status.st_size}{status.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]

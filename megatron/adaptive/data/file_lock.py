@@ -24,8 +24,8 @@ _FIRST_LINE_S = 60.0
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
     """Locks a file exclusively during the block; the kernel unlocks it if the process dies.
 
-    While another process has the lock, this one waits. If the wait is long, one line in the log
-    says so.
+    While another process has the lock, this process waits. If the wait is long, a warning is
+    logged.
 
     Args:
         path: Path of the file, which is made if it is missing.
@@ -57,7 +57,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
         if waited_s >= wait_s:
             raise DataError(
                 f"{path}: another process has locked this file for more than {wait_s:g} s while "
-                "it builds the files beside it; look whether that process still works, or end it"
+                "it builds the files beside it; check whether that process still works, or kill it"
             )
         if waited_s >= _FIRST_LINE_S and not is_told:
             is_told = True

@@ -36,8 +36,8 @@ class DocumentDataset(MegatronDataset):
 
     Attributes:
         num_cut: Number of documents that are cut because they are longer than ``--seq-length``.
-        num_empty: Number of documents that are left out because they have no token to predict,
-            that is, fewer than two tokens.
+        num_empty: Number of documents that are skipped because they have no token to predict, that
+            is, fewer than two tokens.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -64,7 +64,7 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file (JSON lines with ``--sft``), or makes mock data without a path."""
+        """Opens a token file (JSON lines with ``--sft``), or makes mock data if it has no path."""
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -99,7 +99,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text with the numbers of cut and of omitted documents; empty if both are 0."""
+    """Returns a text with the numbers of cut and skipped documents. Empty if both are 0."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -110,7 +110,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths; they are the same in every run."""
+    """Generates mock documents with log-normal lengths, equal in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -231,7 +231,7 @@ def _conversation(line: str, where: str) -> Conversation:
     for name, value in zip(("tools", "documents"), extras, strict=True):
         is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         if value is not None and not is_list:
-            raise DataError(f"{where}: {name} is no list of objects; write one, or leave it out")
+            raise DataError(f"{where}: {name} is no list of objects; write one, or remove it")
     tools, documents = extras
     return Conversation(messages=messages, tools=tools, documents=documents)
 

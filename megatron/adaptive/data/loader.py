@@ -20,9 +20,10 @@ thus agree on the number and sizes of the microbatches without exchanging messag
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so
-that most rows are single slices. If all rows of a step must have the same number of slices, it is
-what the longest sample of the step needs, or up to a quarter more if rows then have less padding.
+With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so that
+most rows are single slices. If all rows of a step must have the same number of slices, this number
+depends on the longest sample of the step. It is up to a quarter larger than that sample needs, if
+rows then have less padding.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ class Batching:
         slice_tokens: Number of tokens per slice of a packed microbatch; ``None`` to pack as
             ``pack_to`` says.
         varies_slices: Whether microbatches of a step may have different numbers of slices.
-        multiple: Number of tokens; each row is padded to a multiple of it.
-        shortest: Smallest number of tokens in a row; shorter ones are padded.
+        multiple: Number of tokens to a multiple of which each row is padded.
+        shortest: Smallest number of tokens in a row. Shorter rows are padded.
         group: Number that must divide the number of microbatches per replica and step.
         least: Smallest number of microbatches per replica and step.
     """
@@ -164,7 +165,7 @@ class Batching:
     least: int = 1
 
     def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the object that decides it for one step, in which lengths of rows are known.
+        """Returns the settings for one step, in which the length of the longest sample is known.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -226,7 +227,7 @@ def most_slices(needed: int) -> int:
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
     """Packs samples into rows: the longest sample first, each into the first row where it fits.
 
-    A sample that is longer than ``room`` begins a row of several times this length.
+    A sample that is longer than ``room`` begins a row whose length is a multiple of ``room``.
 
     If this gives fewer rows than ``least``, or not a multiple of ``unit``, rows with the most
     samples are split.
@@ -236,7 +237,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Largest number of tokens per row, or a number that divides it.
+        room: Largest number of tokens per row. A longer row has a multiple of this number.
         unit: Number that must divide the number of rows.
         least: Smallest allowed number of rows.
 
@@ -312,11 +313,11 @@ class MicrobatchLoader:
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
-        batching: Decides which samples share a microbatch.
+        batching: Object that decides which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
-        reads: Whether this rank needs the tokens. A rank that does not only uses the lengths of
+        reads: Whether this rank needs the tokens. Without the tokens, it uses only the lengths of
             samples.
-        num_workers: Number of processes that prefetch; 0 reads in this process. Samples of
+        num_workers: Number of processes that prefetch. With 0, this process reads. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
         on_read: Callback after each microbatch that was read.
@@ -516,7 +517,7 @@ class LengthMicrobatches(StepMicrobatches):
 
     Args:
         lengths: Number of tokens of each of the step's samples.
-        batching: Decides which samples share a microbatch in any step.
+        batching: Object that decides which samples share a microbatch in any step.
         dp_rank: Index of this rank's data-parallel replica.
         read: Function that reads a sample, given its index in the step; ``None`` on a rank that
             needs no tokens.
@@ -602,13 +603,13 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # Make this worker end with its rank. A worker inherits the rank's connections. If the worker
+    # Make this worker exit with its rank. A worker inherits the rank's connections. If the worker
     # outlived a killed rank, the connections would stay open, and other ranks would keep waiting
     # for that rank.
     end_with_parent()
     if os.getppid() != rank_pid:
         os._exit(1)
     # Ignore signals to the whole process group, because the trainer handles them. If a worker died,
-    # the trainer could not finish its step. Workers end when the trainer ends.
+    # the trainer could not finish its step. Workers exit when the trainer exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

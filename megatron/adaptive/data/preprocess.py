@@ -80,7 +80,7 @@ class PreprocessSummary:
     Attributes:
         prefixes: Path of each key's token files, without suffix.
         num_documents: Number of JSON objects that were read.
-        num_empty: Number of texts that were left out because they have no tokens, over all keys.
+        num_empty: Number of texts that were skipped because they have no tokens, over all keys.
         num_tokens: Number of tokens that were written, over all keys.
         input_bytes: Number of input bytes that were read.
         elapsed_s: Duration of the conversion in seconds.
@@ -288,14 +288,14 @@ _worker_encoder: list[_Encoder] = []
 
 
 def _start_worker(spec: PreprocessSpec) -> None:
-    # Ignore Ctrl-C in the worker. The parent removes the temporary files and ends the workers.
+    # Ignore Ctrl-C in the worker. The parent removes the temporary files and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder.append(_Encoder(spec))
 
 
 def _end_with_parent() -> None:
-    """Ends this worker if the parent dies; otherwise it would wait forever for work."""
+    """Stops this worker if the parent dies; otherwise the worker would wait forever for work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

@@ -89,7 +89,7 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention layer that uses a fused kernel of torch where possible, or else megatron-core.
+    """Attention layer that uses a fused kernel of torch if possible, otherwise megatron-core.
 
     Args:
         config: megatron-core's configuration of the model.
@@ -99,8 +99,8 @@ class LocalAttention(DotProductAttention):
     Attributes:
         case: Settings that decide which kernel is used. Each forward pass adds the properties of
             its tensors.
-        slices: Keys and values of earlier slices, to which tokens attend too; ``None`` if sequences
-            are not cut into slices.
+        slices: Keys and values of earlier slices, to which tokens also attend. ``None`` if
+            sequences are not cut into slices.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class LocalAttention(DotProductAttention):
 
         Args:
             query: Queries ``[s, b, heads, width]``.
-            key: Keys ``[s, b, heads, width]``; there may be more, and the queries then belong to
-                the last of them.
+            key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
+                queries belong to the last tokens of the keys.
             value: Values, in the same form as ``key``.
             mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
                 ``[b, 1, s, s]``. None for causal attention.
@@ -398,9 +398,10 @@ class LocalAttention(DotProductAttention):
 class _AttendToEarlier(torch.autograd.Function):
     """Computes attention of a sequence's last tokens with torch's kernel for CPUs, in two parts.
 
-    The kernel hides later tokens only if there are as many keys as queries. A mask would also make
-    it compute what is hidden. So it runs once for the keys before the queries' tokens and once for
-    the rest, and the results are joined by the logarithms of their sums of exponentials.
+    The kernel applies a causal mask only if there are as many keys as queries. With an explicit
+    mask, it would also compute the masked scores. So the kernel runs twice: once for the keys
+    before the queries' tokens, and once for the keys of these tokens. The two results are joined by
+    the logarithms of their sums of exponentials.
     """
 
     @staticmethod
@@ -442,7 +443,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the keys before the queries' tokens and the rest, and whether a part is causal."""
+    """Returns the keys before the queries' tokens, then the others, and whether each is causal."""
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
 
@@ -456,7 +457,7 @@ def attend_to_earlier(
         query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
         key: Keys ``[b, heads, s of keys, width]`` of more tokens.
         value: Values, in the same form as ``key``.
-        scale: Factor of the scores.
+        scale: Factor by which the scores are multiplied.
 
     Returns:
         Output in the form of ``query``.
@@ -483,7 +484,7 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or context parallelism; it is the mask cache's key.
+    """Describes a mask for a sliding window or context parallelism. Used as key of the mask cache.
 
     Attributes:
         queries: Number of queries.
@@ -517,7 +518,7 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a mask to numbers to add to scores: minus infinity where it is True, else 0."""
+    """Converts a mask to numbers to add to scores: minus infinity for True, 0 for False."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

@@ -199,8 +199,8 @@ class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
     Also stops the experts' linear layers from communicating, because the token dispatcher already
-    does it. If one rank has all experts, megatron-core's layers would communicate, and could not
-    add a bias.
+    communicates for them. If one rank has all experts, megatron-core's layers would communicate,
+    and could not add a bias.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the settings of megatron-core's own schedule; this program's schedules ignore them.
+    """Returns the settings of megatron-core's own schedule, which other schedules ignore.
 
     With several chunks per rank, megatron-core's schedule must not batch messages, because gloo
     mixes up two messages between the same ranks in a batch. It must also not free outputs early,
@@ -583,7 +583,7 @@ def fuse_adam(inner: Any) -> None:
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
     """Returns megatron-core's scheduler of learning rate and weight decay.
 
-    The warm-up and other lengths are given to it as numbers of samples.
+    The scheduler counts the warm-up and all other lengths in samples.
     """
     settings = config.optimizer
     batch = config.batch.global_batch_size
@@ -629,9 +629,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
     multiplied by 2, because the other weights have no gradients.
 
-    Only matrix products are counted. Experts count only if they process the token, and attention
-    scores only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and
-    the adapters themselves are not counted.
+    Only matmuls are counted. Experts count only if they process the token, and attention scores
+    only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and the
+    adapters themselves are not counted.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all attention scores;

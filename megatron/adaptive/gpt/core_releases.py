@@ -33,7 +33,7 @@ def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_in_model(layer: Any) -> int:
-    """Returns the number of a transformer layer, from 1; prediction layers follow all others.
+    """Returns the number of a transformer layer, from 1. Prediction layers come last.
 
     Args:
         layer: Transformer layer of megatron-core. From 0.17 on, megatron-core numbers multi-token
@@ -82,7 +82,7 @@ def reset_balancing_losses() -> None:
 
 
 def forget_balancing_losses() -> None:
-    """Removes the losses that balance experts, which have the number of layers of their model."""
+    """Removes the losses that balance experts. They have one entry per layer of an old model."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 

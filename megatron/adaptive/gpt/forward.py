@@ -54,7 +54,7 @@ def feed(
 ) -> Iterator[Microbatch | None]:
     """Iterates over a step's microbatches, or over all of their slices.
 
-    Yields ``None`` instead of each on a rank without data.
+    On a rank without data, yields ``None`` for each microbatch or slice.
     """
     if microbatches is None:
         return itertools.repeat(None, count if slices is None else item_count(count, slices.count))
@@ -157,7 +157,8 @@ def masked_loss(
 ) -> tuple[Any, ...]:
     """Averages the losses of a microbatch over its unmasked tokens.
 
-    The loss of a slice is its part of this mean: the sum over all slices is that of the microbatch.
+    The loss of a slice is its part of this mean. The losses of all slices add up to the loss of the
+    microbatch.
 
     Args:
         loss_mask: Mask ``[b, s] float32``, 1 at tokens whose losses are included and 0 elsewhere.
@@ -169,7 +170,8 @@ def masked_loss(
 
     Returns:
         The scalar loss to differentiate, and its detached value by name for the log. With
-        ``per_token``: the sum, the number of tokens (int32), and both, detached, for the log.
+        ``per_token``, the sum of the losses, the number of tokens (int32), and detached copies of
+        both for the log.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum()
@@ -217,7 +219,7 @@ class DropoutKeys:
     Args:
         seed: Seed of the run.
         enabled: Whether the model has dropout. If false, all methods do nothing.
-        model_groups: Process groups of the model; ``None`` for those of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class DropoutKeys:
     ) -> Callable[..., Any]:
         """Wraps a forward step function, so that it seeds the generators before each microbatch.
 
-        Each slice of a microbatch has its own random numbers. So dropout hides other elements than
+        Each slice of a microbatch has its own random numbers. So dropout drops other elements than
         in whole microbatches.
 
         Args:

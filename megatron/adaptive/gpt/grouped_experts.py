@@ -23,8 +23,8 @@ def check() -> None:
     """Raises an error if grouped experts cannot be computed without Transformer Engine.
 
     Raises:
-        ConfigError: The release of megatron-core does not support it, or the package grouped_gemm
-            is not installed.
+        ConfigError: The release of megatron-core does not support grouped experts, or the package
+            grouped_gemm is not installed.
     """
     if _GroupedMLP is None:
         raise ConfigError(
@@ -83,4 +83,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's class to the class to build instead; empty if the release lacks it."""
+"""Maps megatron-core's class to its replacement. Empty if the release has no such class."""

@@ -52,7 +52,7 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log, as only the last rank that has the loss does.
+        """Returns whether this rank writes the log. Only the last rank that has the loss writes it.
 
         If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
         """
@@ -69,7 +69,7 @@ class TrainingJob(Job):
 def start_job(
     config: TrainerConfig, environment: Environment, accelerator: Accelerator
 ) -> TrainingJob:
-    """Connects this process to the others and sets up megatron-core's parallel state.
+    """Connects this process to all other ranks and sets up megatron-core's parallel state.
 
     Collective over all ranks. The caller must call :func:`end_job` at the end.
     """
@@ -95,13 +95,13 @@ def start_alone(
 ) -> TrainingJob:
     """Sets up the rank of ``environment`` like :func:`start_job`, in a job without other ranks.
 
-    The process groups are torch's fake ones, which communicate with nobody. So this rank's model,
-    optimizer and activations have the sizes that they have in the job, but sums over ranks are
-    wrong, and collectives take no time.
+    The process groups use torch's fake backend, which sends nothing. So this rank's model,
+    optimizer and activations have the same sizes as in the job, but sums over ranks are wrong, and
+    collectives take no time.
 
     The caller must call :func:`end_job` at the end.
     """
-    # This import registers the backend; torch keeps it among its own tests.
+    # This import registers the fake backend, which is part of torch's own tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(
@@ -156,7 +156,7 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _groups_of_default_backend() -> Iterator[None]:
-    """Makes new groups fake if the default one is, whatever backend megatron-core names for them.
+    """Makes new process groups fake if the default group is fake, whatever backend they ask for.
 
     megatron-core also makes gloo groups, which would wait for the other ranks.
     """
@@ -202,8 +202,8 @@ def _make_mesh(config: TrainerConfig) -> None:
 def remake_mesh(job: TrainingJob) -> None:
     """Replaces megatron-core's process groups and seeds again, after a change of settings.
 
-    Collective over all ranks, between two steps. The former ``mesh_groups`` of ``job`` are
-    destroyed, so no object may use them any more. Other process groups stay.
+    Collective over all ranks, between two steps. The old ``mesh_groups`` of ``job`` are destroyed,
+    so no object may use them any more. Other process groups stay.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)

@@ -3,7 +3,7 @@
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
 parallelism nor weights that are stored minus one. Its transformer layers cannot normalize the
 outputs of attention and feed-forward blocks, and they all have the same rotary base. This module
-adds these features; ``attention.py`` adds those of attention.
+adds these features; ``attention.py`` adds features of attention.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NormAroundZero(torch.nn.Module):
 
     Args:
         width: Length of the last axis.
-        eps: Number that is added to the variance, to avoid a division by 0.
+        eps: Number added to the variance, to avoid a division by 0.
         has_mean: Whether to compute LayerNorm, with mean and bias, instead of RMSNorm.
     """
 
@@ -72,7 +72,7 @@ class NormAroundZero(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(width)) if has_mean else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalizes ``hidden [..., width]``; the result has the same element type."""
+        """Normalizes ``hidden [..., width]``; the result has the same dtype."""
         weight = 1.0 + self.weight.float()
         shape = self.weight.shape
         if self.bias is None:
@@ -86,8 +86,8 @@ class LocalLatentAttention(MLASelfAttention):
     """Latent attention of megatron-core, with a corrected gradient of the keys' rotary part.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
-    the rest. All heads share the rotary part of the keys, so its gradient must be summed over the
-    heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
+    all other parts. All heads share the rotary part of the keys, so its gradient must be summed
+    over the heads of all ranks. megatron-core sums it only if each rank computes the whole vector.
     """
 
     config: Any
@@ -98,10 +98,10 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Returns the classes of the projections and norms; megatron-core 0.19 calls it.
+        """Returns the classes of the projections and norms. Called by megatron-core 0.19.
 
         Without compressed queries, 0.19 normalizes the input of the queries' projection, in a class
-        of Transformer Engine. Here nothing normalizes queries then, as in other releases.
+        of Transformer Engine. This class then leaves queries unnormalized, as other releases do.
         """
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
@@ -190,7 +190,7 @@ class GroupRouter(TopKRouter):
 
 
 class _GroupChoice:
-    """Chooses experts, in place of megatron-core's class that replays earlier choices."""
+    """Chooses experts. Replaces megatron-core's class that replays earlier choices."""
 
     def __init__(self, best: int) -> None:
         self._best = best

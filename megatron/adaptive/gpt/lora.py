@@ -1,8 +1,8 @@
 """Trains adapters (LoRA) of the frozen linear layers of megatron-core's GPT model.
 
 An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
-may combine several layers of the Hugging Face model, such as query, key and value. They are called
-its parts. Each part has its own pair of matrices, and two tensors store all pairs::
+may combine several layers of the Hugging Face model, such as query, key and value. These are the
+parts of the layer. Each part has its own pair of matrices, and two tensors store all pairs::
 
     a  [n * rank, in]   matrices A of n parts, stacked
     b  [out, rank]      rows as in the layer's weight; each row uses the rows of a of its own part
@@ -136,7 +136,7 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # Makes megatron-core sum gradients over the ranks, each of which sees a part of a
+            # Makes megatron-core sum gradients over the ranks, each of which has a part of a
             # sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
@@ -207,7 +207,7 @@ class _Adapted:
         return output + self.lora(self._normalized(hidden)), bias
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the matrix product, which Transformer Engine may normalize first."""
+        """Returns the input of the matmul, which Transformer Engine may normalize first."""
         layer: Any = self
         if (weight := getattr(layer, "layer_norm_weight", None)) is None:
             return hidden

@@ -68,7 +68,7 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage if the numbers differ, else ``None``."""
+    """Returns the number of ranks of each stage, ``None`` if all stages have equally many."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
@@ -169,8 +169,8 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     """Returns the function by which megatron-core selects a pipeline's embedding group.
 
-    The function takes the global ranks of a pipeline. It returns those with the
-    first stage, the last stage or multi-token prediction, which have copies of the embedding.
+    The function takes the global ranks of a pipeline. It returns the ranks that have a copy of the
+    embedding, for the first stage, the last stage or multi-token prediction.
     """
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
@@ -248,7 +248,7 @@ def finalize_gradients(
             which need not have the last stage.
         pg_collection: Process groups, ``None`` for megatron-core's global ones.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
-        widths: Number of ranks of each stage if the numbers differ, else ``None``.
+        widths: Number of ranks of each stage, ``None`` if all stages have equally many.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce

@@ -1,4 +1,4 @@
-"""Runs the sequences of a microbatch slice by slice: cuts batches, keeps keys and values.
+"""Cuts microbatches into slices of their sequences, and stores keys and values for later slices.
 
 A step runs *items*, which are the slices of all microbatches. Microbatches may have different
 numbers of slices. On each chunk the forward passes of a microbatch's slices run in ascending order,
@@ -12,23 +12,24 @@ and their backward passes in descending order::
                                                   itself passes the sum on to its layers
 
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
-writes its part, and attends to the buffer up to its own end. Its backward pass computes gradients
-of that whole part of the buffer. It returns those of its own tokens, including what later slices
-have added, and adds the others to the gathered gradients. So autograd never sees one slice's graph
-from another slice's, and each graph is freed by its own backward pass.
+writes its own keys and values, and attends to the buffers up to its own end. Its backward pass
+computes the gradients of that whole range. It returns the gradients of the slice's own tokens,
+including what later slices have added, and adds the gradients of earlier tokens to the gathered
+gradients. So the autograd graph of a slice never contains that of another slice, and each graph is
+freed by its own backward pass.
 
-Where a layer recomputes its forward pass, it writes the same keys and values again.
+If a layer recomputes its forward pass, it writes the same keys and values again.
 
-**Windows.** No slice sees more than the last w keys before it in a layer with a window of w tokens.
-So gradients are gathered for w tokens only. In an evaluation, and in a layer that is computed again
-in its backward pass, only the last w keys of each slice are kept, in place of the buffer. In an
-evaluation they are dropped once the window has passed. Without recomputation, backward passes need
-all keys anyway, and the buffer holds them once for all slices.
+**Windows.** In a layer with a window of w tokens, a slice sees at most w keys before its own. So
+gradients are gathered for w tokens only. In an evaluation, and in a layer that recomputes its
+forward pass, only the last w keys of each slice are kept instead of a buffer. An evaluation drops
+these keys once no later slice can see them. Without recomputation, backward passes need all keys
+anyway, and the buffer holds them once for all slices.
 
-**Packed documents.** If a microbatch is a row of documents, only those that lie over several slices
-have buffers. A slice attends to the earlier tokens of the document in which it begins. Documents
-that lie in a single slice are computed as without slices. Positions count from a document's first
-token.
+**Packed documents.** If a microbatch is a row of documents, only documents that extend over several
+slices have buffers. A slice attends to the earlier tokens of the document in which it begins.
+Documents within a single slice are computed as without slices. Positions are counted from a
+document's first token.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Attention(NamedTuple):
     """Describes a call of an attention layer.
 
     Attributes:
-        layer: Layer that calls.
+        layer: Attention layer that makes the call.
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of several whole documents in a row,
             given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
-        window: Number of earlier tokens that a token attends to, ``None`` for all.
+        window: Number of earlier tokens that a token attends to, ``None`` for all earlier tokens.
     """
 
     layer: torch.nn.Module
@@ -75,7 +76,8 @@ class KeysAndValues:
     Positions are relative to the document's first token.
 
     Args:
-        like: Keys and values of a slice ``[s, b, heads, width]``, for shapes and types.
+        like: Keys and values of a slice ``[s, b, heads, width]``, for the buffers' shapes and
+            dtypes.
         length: Number of tokens of the document.
     """
 
@@ -91,10 +93,10 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores keys and values of a slice, and returns those that the slice attends to.
+        """Stores keys and values of a slice, and returns the keys and values that it attends to.
 
-        They are not copied. Later calls do not invalidate what autograd has saved of them, because
-        they write to other tokens.
+        The returned tensors are not copies. Later calls do not invalidate what autograd has saved
+        of these tensors, because later calls write to other tokens.
 
         Args:
             first: Position of the first token that the slice attends to.
@@ -109,7 +111,7 @@ class KeysAndValues:
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gathers gradients of earlier slices' tokens, and returns the slice's own, complete.
+        """Gathers gradients of earlier slices' tokens, and returns the final ones of this slice.
 
         Gradients of 16-bit tensors are gathered in 32 bits.
 
@@ -152,7 +154,7 @@ class KeysAndValues:
 
 
 def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Returns ``part`` with ``gathered`` added to its last tokens, in the type of ``part``."""
+    """Returns ``part`` with ``gathered`` added to its last tokens, in the dtype of ``part``."""
     if len(gathered) == len(part):
         return (part + gathered).to(part.dtype)
     start = len(part) - len(gathered)
@@ -163,10 +165,10 @@ class LastKeysAndValues(KeysAndValues):
     """Holds only the keys and values that a window of later slices can see.
 
     Args:
-        like: Keys and values of a slice, for shapes and types.
+        like: Keys and values of a slice, for shapes and dtypes.
         window: Number of earlier tokens that a token attends to.
-        forgets: Whether to drop what the next slice does not see, because no slice is computed
-            again. In training, backward passes drop the rest.
+        forgets: Whether to drop keys and values that the next slice does not see. That is possible
+            only without recomputation. In training, backward passes drop the remaining ones.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], window: int, *, forgets: bool) -> None:
@@ -207,14 +209,14 @@ class LastKeysAndValues(KeysAndValues):
 
 
 class SequenceSlices:
-    """Knows the slice that runs now, and keeps keys and values of each chunk and microbatch.
+    """Tracks the current slice, and stores the keys and values of each chunk and microbatch.
 
     The engine calls :meth:`begin` before each action, and :meth:`finish` at the end of a step. Not
     thread-safe, but autograd's thread may read it while the calling thread waits.
 
     Args:
-        ends: Position after the last token of each slice, ascending, if all microbatches are equal.
-        rule: Rule by which microbatches are cut, ``None`` if all are equal.
+        ends: Position after the last token of each slice, ascending. Used without a ``rule``.
+        rule: Rule by which microbatches are cut, ``None`` if all are cut in the same way.
 
     Attributes:
         count: Number of slices of each microbatch of the current step.
@@ -259,7 +261,7 @@ class SequenceSlices:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the number of tokens of each item of the step; ``None`` if cuts are equal."""
+        """Returns the number of tokens of each item of the step, ``None`` if all cuts are equal."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
@@ -296,7 +298,8 @@ class SequenceSlices:
     def kept_bytes(self, chunk: int, item: int) -> float:
         """Returns the size in bytes of keys and values that a chunk keeps of an item's slice.
 
-        It is measured after the chunk's first forward pass that keeps any; before that it is 0.
+        The size is measured after the first forward pass of the chunk that keeps keys and values.
+        Before, it is 0.
         """
         microbatch, index, _ = place_of(item, self.count)
         tokens = self._cut(microbatch).kept_tokens(index)
@@ -310,7 +313,7 @@ class SequenceSlices:
         return tokens * self._bytes_per_token.get(chunk, 0.0)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Makes the layers of ``chunks`` attend to earlier slices, and positions continue.
+        """Makes the layers of ``chunks`` attend to earlier slices, and positions continue there.
 
         Raises:
             ConfigError: A layer has an attention that cannot attend to earlier slices.
@@ -338,14 +341,14 @@ class SequenceSlices:
     def _ask_positions(
         self, _module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Asks for the rotation from the slice's first token on, or from 0 if it has documents."""
+        """Requests the rotation from the slice's first token on, or from 0 if it has documents."""
         pieces = self._pieces
         if len(pieces) == 1:
             return inputs, {**options, "offset": pieces[0].start - pieces[0].begin}
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Takes the rotation of each token's position in its document."""
+        """Selects the rotation of each token's position in its document."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -354,7 +357,7 @@ class SequenceSlices:
             ranges = [torch.arange(p.start - p.begin, p.end - p.begin) for p in pieces]
             self._positions = torch.cat(ranges).to(rotation.device)
         picked = rotation[self._positions]
-        return (picked, *more) if more else picked  # YaRN returns a factor, too
+        return (picked, *more) if more else picked  # YaRN also returns a factor
 
     def parts(
         self, microbatch: int, batch: Mapping[str, torch.Tensor]
@@ -417,7 +420,7 @@ class SequenceSlices:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes attention of a part of a document that lies over several slices."""
+        """Computes attention of a part of a document that extends over several slices."""
         start, window = piece.start - piece.begin, call.window
         layers = self._kept.setdefault(self._key, {})
         kept = layers.get((id(call.layer), piece.begin))
@@ -442,8 +445,8 @@ class SequenceSlices:
 class _AttendSlice(torch.autograd.Function):
     """Attends to the buffer of keys and values; its backward pass gathers their gradients.
 
-    The attention itself is differentiated by autograd, in a graph of its own that begins at the
-    queries and at the buffer.
+    Autograd differentiates the attention itself, in a separate graph that begins at the queries and
+    at the buffer.
     """
 
     @staticmethod

@@ -89,7 +89,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 def _slice_shares(config: TrainerConfig) -> list[float]:
     """Returns the length of each slice, relative to the sequence.
 
-    If microbatches differ, it is the largest number of slices, of equal length.
+    If microbatches are cut differently, the list is for the largest number of slices, which then
+    have equal lengths.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -120,10 +121,10 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
     Args:
         run: Run with a built model.
-        after_step: Number of steps that earlier starts of the job did, 0 at the first start.
+        after_step: Number of steps that the job did before this start, 0 at the first start.
 
     Returns:
-        The object, ``None`` without ``--record-schedule``.
+        Object that records orders, ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule
@@ -297,7 +298,7 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Makes a trace measure what ``--trace-detail`` names."""
+    """Adds the measurements that ``--trace-detail`` names to a trace."""
     details = job.config.schedule.trace_details
     if "layers" in details:
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
@@ -372,7 +373,8 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Use the number of replicas of this rank's stage, because other stages may have another.
+        # Use the number of replicas of this rank's stage, because other stages may have more or
+        # fewer.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),

@@ -33,7 +33,7 @@ class StepResult:
     """Holds the results of a training step.
 
     Attributes:
-        losses: Mean losses by name, on ranks of the last stage; empty on other ranks.
+        losses: Mean losses by name on ranks of the last stage. Empty on other ranks.
         updated: Whether the parameters were updated. False if gradients overflowed in fp16.
         grad_norm: L2 norm of all gradients before clipping, ``None`` if it is not computed.
         num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
@@ -67,7 +67,7 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times in the last training step; they stay None with megatron-core's schedule.
+        # Times in the last training step. They stay None with megatron-core's schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -146,7 +146,7 @@ class Step:
                 evaluated. It must return the same value on all ranks.
 
         Returns:
-            The mean losses by name, on ranks of the last stage; empty on other ranks.
+            The mean losses by name on ranks of the last stage. Empty on other ranks.
         """
         steps = []
         for _ in range(iterations):

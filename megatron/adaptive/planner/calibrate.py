@@ -11,9 +11,9 @@ model on two stages::
 
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
-Run 1 alone does not separate the embedding's time from that of the layers after it. Their time is
-then divided in proportion to their operations. More runs with other partitions, and stages without
-embedding and head, therefore make a profile more accurate.
+Run 1 alone does not separate the embedding's time from the time of the layers after it. Their time
+is then divided in proportion to their operations. More runs with other partitions, and stages
+without embedding and head, therefore make a profile more accurate.
 
 Times are not corrected. If the ranks of a run shared CPU cores, the profile is only valid for ranks
 that share cores.
@@ -57,8 +57,8 @@ class TracedRun:
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
         skip: Number of iterations at the beginning to ignore, as warm-up.
-        iterations: Numbers of the iterations to use. Empty for all except those that ``skip``
-            ignores.
+        iterations: Numbers of the iterations to use. If empty, all are used except those that
+            ``skip`` ignores.
     """
 
     trace: RunTrace
@@ -124,8 +124,8 @@ def calibrate(
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace lacks the layers of its stages, or these differ from the model. Or its
-            sequences were cut into slices.
+        ConfigError: A trace lacks the number of layers of each stage, the numbers do not fit the
+            model, or sequences were cut into slices.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     for run in runs:
@@ -221,7 +221,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
 
 
 def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    """Fits the times of layers to those of stages, and returns a row for each kind of layer."""
+    """Fits layer times to stage times, and returns a row for each kind of layer."""
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     counts = np.array(held, dtype=np.float64)

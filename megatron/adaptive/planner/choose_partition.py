@@ -101,7 +101,7 @@ class Loads:
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns how long each rank would take for all layers of the model, in seconds."""
+        """Returns the time in seconds that each rank would take for all layers of the model."""
         seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
         return seconds
 
@@ -111,7 +111,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement of stages, with ranks as fast as measured."""
+        """Returns the loads under another placement of stages, at the same measured speed."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -193,11 +193,11 @@ class Loads:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionMove:
-    """A partition that is faster than the present one.
+    """A partition that is faster than the job's current partition.
 
     Attributes:
         partition: Number of layers of each stage.
-        present_s: Simulated step time in seconds under the present partition.
+        present_s: Simulated step time in seconds under the current partition.
         step_s: Simulated step time in seconds under ``partition``.
     """
 
@@ -213,16 +213,16 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision that ``auto`` makes about schedule, placement and partition, for all ranks.
+    """Decision of the schedule ``auto`` on schedule, placement and partition, for all ranks.
 
     Attributes:
         text: Choice and its reason, as one line for the log.
-        stay: Schedule to run without a move. ``None`` keeps the present schedule.
+        stay: Schedule to run without a move. ``None`` keeps the current schedule.
         move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
             nothing.
-        partition: Number of layers of each stage after the move. ``None`` for the present numbers.
+        partition: Number of layers of each stage after the move. ``None`` for the current numbers.
         present_s: Simulated step time in seconds without a move, ``None`` if nothing fits then.
-        step_s: Simulated step time in seconds after the move, ``None`` without one.
+        step_s: Simulated step time in seconds after the move, ``None`` if nothing moves.
     """
 
     text: str
@@ -304,10 +304,10 @@ def choose_together(
     schedules. Then all schedules are compared under the best partition.
 
     Args:
-        loads: Measured times and memory of the stages under the present placement and partition.
+        loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
         limits: Memory limit under each placement to consider, as a function of the partition. The
-            present placement comes first. A limit is the maximum number of activations held. One
+            current placement comes first. A limit is the maximum number of activations held. One
             unit is the activations of one microbatch for all stages of a rank.
         halves: Loads measured over separate parts of the steps. A move must save enough time under
             each of them.
@@ -372,7 +372,7 @@ def _decision(
     """Returns the decision for the best move, or for no move if there is none.
 
     Args:
-        loads: Measured times and memory under the present placement and partition.
+        loads: Measured times and memory under the current placement and partition.
         moves: Step time in seconds after each move, with its partition and schedule.
         stay: Best schedule without a move, or ``None`` if none fits in memory.
     """
@@ -423,7 +423,7 @@ class _Job:
     num_slices: int
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns the measured profile with its stage times replaced by those of a partition."""
+        """Returns a copy of the measured profile that has a partition's stage times."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
@@ -452,13 +452,13 @@ class _Job:
 
         Args:
             loads: Measured times and memory, converted to the placement.
-            present: Present number of layers of each stage.
+            present: Current number of layers of each stage.
             earlier: Choices made earlier, for other placements or partitions. Their schedules are
                 tried too.
             moves_layers: Whether to choose another partition.
 
         Returns:
-            Partition and schedule, or ``None`` if the best partition is the present one.
+            Partition and schedule, or ``None`` if the best partition is the current one.
         """
         bests = [choice.best for choice in earlier if choice is not None]
         candidates = [best for best in bests if best.placement == loads.placement]
@@ -517,7 +517,7 @@ def balanced(loads: Loads) -> Partition:
 def _quickest(
     loads: Loads, start: Partition, step_s: Callable[[Partition], float]
 ) -> tuple[Partition, float]:
-    """Finds the fastest partition by moving single layers, from the present one or ``start``.
+    """Finds the fastest partition by moving single layers of the current partition or ``start``.
 
     Of the partitions that are about as fast, the one that moves the fewest layers to another rank
     is taken.
@@ -604,8 +604,8 @@ def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Itera
     Args:
         loads: Measured times and memory of the stages.
         partition: Number of layers of each stage.
-        least: Minimum time per microbatch of the ranks that give a layer. The slowest rank gets no
-            faster if a faster rank gives one.
+        least: Minimum time per microbatch of a rank from which a layer is moved, in seconds. A move
+            from a faster rank would not help the slowest rank.
     """
     paces = loads.paces(partition)
 

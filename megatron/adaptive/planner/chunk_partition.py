@@ -9,7 +9,7 @@ rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
     0 gives to 1      4 4 5 2   156 s   slower, undone
     0 gives to 2      4 3 6 2   132 s   faster, kept
-    ...                                 until no hand-over makes the step faster
+    ...                                 until no move makes the step faster
 
 Each change is timed under the schedule's order of actions (``order_timing``). A run-time scheduling
 rule has no fixed order, so the order of a static schedule with the same placement is used as an
@@ -242,7 +242,7 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
             has one chunk per rank.
 
     Returns:
-        Plan and prediction. If no schedule fits into memory, those of the fastest schedule.
+        Plan and prediction. If no schedule fits into memory, the plan has the fastest schedule.
         ``None`` if no schedule is possible.
     """
     run = as_run(plan)
@@ -264,15 +264,16 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Returns a plan with its prediction. If sequences are cut, chooses how much a rank may hold.
+    """Returns a plan with its prediction. If sequences are cut, chooses the limit on activations.
 
-    Of several limits, the largest is chosen with which the plan fits into memory. If there is none,
-    the plan has the default limit. Plans without slices always have it.
+    The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
+    Otherwise, lower limits are tried, the largest first. If the plan fits with none of them, it
+    keeps the default limit.
     """
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # The fixed order of slices holds as much on its first rank. No order holds less than 1.
+    # This is what the first rank holds under the fixed order of slices. The minimum is 1.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))

@@ -38,8 +38,8 @@ class Gpu:
         name: Name of the GPU in cluster files.
         memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
         memory_bytes_per_s: Bandwidth of its memory in bytes per second.
-        flops: Peak speed of dense matrix products in operations per second, by element type. Types
-            are ``bf16``, ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
+        flops: Peak speed of dense matmuls in operations per second, by dtype. Types are ``bf16``,
+            ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
         source: Title of the data sheet with these figures.
     """
 
@@ -50,13 +50,13 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Returns the peak speed of matrix products in operations per second.
+        """Returns the peak speed of matmuls in operations per second.
 
         Args:
-            precision: Element type, such as ``bf16``.
+            precision: Dtype, such as ``bf16``.
 
         Raises:
-            ConfigError: The GPU does not support the element type.
+            ConfigError: The GPU does not support the dtype.
         """
         if precision not in self.flops:
             types = ", ".join(kind for kind in self.flops if kind != "tf32")

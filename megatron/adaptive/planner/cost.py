@@ -93,7 +93,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # The parts are those of the rank that ends last, so that they add up to the whole step.
+    # Use the times of the rank that finishes last, because they add up to the whole step.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -350,8 +350,8 @@ def _messages(
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     """Computes the times of the pipeline's ranks, without reduction and optimizer.
 
-    The fixed order of a static schedule gives them directly. Run-time scheduling rules, and stages
-    with unequal numbers of replicas, are simulated.
+    They follow directly from the fixed order of a static schedule. Run-time scheduling rules, and
+    stages with unequal numbers of replicas, are simulated.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
@@ -405,10 +405,10 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
 
 
 def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
-    """Returns the number of W actions per weight gradient, as the trainer has them by default.
+    """Returns the number of W actions per weight gradient that the trainer uses by default.
 
     Args:
-        plan: Plan whose schedule decides.
+        plan: Plan whose schedule decides the number.
         splittable: Whether the profile has separate times of weight gradients.
     """
     if not catalog.is_rule(plan.schedule):
@@ -437,7 +437,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns the plan with equal microbatch sizes on all stages, if the trainer can run that.
+    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run such a plan.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """
@@ -487,7 +487,7 @@ def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
 def _hop_s(
     sender: StagePlace, receiver: StagePlace, inputs: PlanInputs, bytes_per_sample: float
 ) -> tuple[float, float]:
-    """Computes the time of one message between a replica of a stage and one of the next stage.
+    """Computes the time of one message between replicas of two successive stages.
 
     Returns:
         Latency of the slowest pair of replicas, and the time for which its link is busy, in

@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all others. Source:
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all other GPUs. Source:
 NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Bandwidth of one lane in one direction in GB/s, by generation of PCI Express."""
@@ -45,7 +45,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
         texts.
 
     Raises:
-        ConfigError: A text is none of these outputs, or no node with a known GPU is up.
+        ConfigError: A text is not the output of these tools, or no node with a known GPU is up.
     """
     outputs = _ToolOutputs()
     assumed = list[str]()
@@ -59,9 +59,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     entries = outputs.entries(assumed)
     if not entries:
         names = ", ".join(where for where, _ in texts)
-        raise ConfigError(
-            f"{names}: no node with GPUs is up: give the outputs of nodes that have some"
-        )
+        raise ConfigError(f"{names}: no node with GPUs is up: pass the outputs of nodes with GPUs")
     nodes = _grouped(entries, outputs.switches)
     document: dict[str, Any] = {"format": 1, "nodes": nodes}
     without = [group["gpu"] for group in nodes if "network" not in group]
@@ -171,7 +169,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
     """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
-        raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
+        raise ConfigError(f'{where}: no column GRES: run sinfo -N -o "%N %G %T"')
     return [
         _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")})
         for row in (dict(zip(head, line, strict=False)) for line in lines)
@@ -219,8 +217,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The table's heading also begins with GPU0. Skip it: it has no X, which marks a GPU's link to
-    # itself.
+    # The table's heading also begins with GPU0. Skip this line: it has no X, which marks a GPU's
+    # link to itself.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -242,7 +240,7 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Completes Slurm's entry of a node with a report about this node or an equal one.
+    """Completes Slurm's entry of a node with a report about this node or an equal node.
 
     Args:
         node: Slurm's entry of the node.

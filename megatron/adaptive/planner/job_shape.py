@@ -134,7 +134,7 @@ def choose_option(
 
     Args:
         running: Running job, with its model and nodes.
-        pipeline_sizes: Pipeline sizes to choose from. Empty for all.
+        pipeline_sizes: Pipeline sizes to choose from. Empty for all possible sizes.
         micro_batches: Microbatch sizes in samples to choose from. Empty for all up to ``most``.
         partition: Function that returns the user's partition for a number of stages, or ``None`` to
             choose one.
@@ -280,7 +280,7 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Finds the partition that minimizes the slowest stage's time; ``None`` if none fits.
+        """Finds the partition that minimizes the slowest stage's time, ``None`` if none fits.
 
         Args:
             bounded: Whether the partition must fit into memory. If a rank has several stages, each

@@ -1,12 +1,12 @@
 """Computes the time and memory of layers on one node type.
 
 The time of a layer comes from a profile if it was measured. Otherwise it is estimated from the
-GPU's data sheet (:func:`make_estimator`). Matrix products run at 70% of the arithmetic peak. All
-other operations move their operands through memory at 80% of the bandwidth. No pass of a layer is
-faster than the launches of its kernels. An example: a layer with 1e12 operations per forward pass,
-whose activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
+GPU's data sheet (:func:`make_estimator`). Matmuls run at 70% of the arithmetic peak. All other
+operations move their operands through memory at 80% of the bandwidth. No pass of a layer is faster
+than the launches of its kernels. An example: a layer with 1e12 operations per forward pass, whose
+activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
 
-    matrix products    1e12 / (0.7 x 312e12)         4.6 ms
+    matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
     forward                                          5.4 ms
 
@@ -65,9 +65,9 @@ class Runtime:
             while gradients are reduced and while the optimizer runs.
         sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
             The receivers then gather the parts.
-        pipeline: Function that computes a pipeline's times in place of the planner. From the plan
+        pipeline: Function that computes a pipeline's times instead of the planner. From the plan
             and its ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to
-            leave the plan to the planner.
+            let the planner compute the times.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -217,8 +217,8 @@ def stage_memory(
         settings: Settings of the plan. They decide whether replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for that
-            of ``runtime``.
+        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for the
+            value of ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
@@ -341,7 +341,7 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    except ConfigError:  # The trainer refuses to cut such sequences, with a reason of its own.
+    except ConfigError:  # The trainer itself will refuse to cut such sequences.
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
     return longest * slices / model.sequence
@@ -492,7 +492,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
     share = setup.inputs.profile.allocator_share.get(setup.node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
-    # Sequence parallelism gathers whole sequences in a buffer before every matrix product.
+    # Sequence parallelism gathers whole sequences in a buffer before every matmul.
     whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * model.precision.element_bytes * samples * longest
     working += whole_outputs * output
@@ -539,11 +539,11 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Fraction of the arithmetic peak that the large matrix products of a layer reach together.
+"""Fraction of the arithmetic peak that the large matmuls of a layer reach together.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
 (arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which
-matrix products take about three quarters of the time.
+matmuls take about three quarters of the time.
 """
 MEMORY_SHARE = 0.8
 """Fraction of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures
@@ -552,8 +552,8 @@ LAUNCH_S = 5e-6
 """Time of launching one kernel, in seconds. Source: NVIDIA's CUDA programming guides name some
 microseconds."""
 _KERNELS = 20
-"""Number of kernels in a transformer layer's forward pass without fusion: 4 matrix products, 2 more
-in the attention, 2 norms, and biases, activation, softmax, dropout and additions."""
+"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 more in the
+attention, 2 norms, and biases, activation, softmax, dropout and additions."""
 _FEW_KERNELS = 4
 """Number of kernels in the forward pass of any other layer, and in computing weight gradients."""
 _OPTIMIZER_MOVES = 7
@@ -594,7 +594,7 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     output = micro_batch * kind.output_elements * sizes.element_bytes
     elements_s = 2 * (kept + output) / moving
     weights = kind.held_parameters(tp)
-    # Matrix products read all weights, even for few samples. A table lookup reads only a few rows.
+    # Matmuls read all weights, even for few samples. A table lookup reads only a few rows.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
     gradient_s = (
         weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving

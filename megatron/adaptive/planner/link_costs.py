@@ -143,7 +143,7 @@ def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSp
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link between two replicas: that of the smallest island that contains both."""
+    """Returns the link between two replicas, of the smallest island that contains both."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
@@ -194,7 +194,7 @@ def boundary_s(
         receiver: GPUs of the pipeline rank that holds the receiving stage.
         inputs: Model, cluster and profile of layer times.
         bytes_per_sample: Size per sample of the tensor between the stages, in bytes.
-        sliced: Whether each tensor-parallel rank sends only its part of the tensor. This is so with
+        sliced: Whether each tensor-parallel rank sends only its part of the tensor. True with
             sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:

@@ -76,7 +76,7 @@ class MeasuredModule:
         micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
         partition: Number of segments (parts between cut points) of each stage. It is used for
             pipelines with this number of stages. ``None`` to choose a partition.
-        weights: Cost of each segment, given by the user. ``None`` for the measured costs.
+        weights: Cost of each segment, set by the user. ``None`` to use the measured costs.
         is_random: Whether the model draws random numbers, which depend on the microbatch.
     """
 
@@ -224,7 +224,7 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
     """Returns a module as a model for the planner, with one layer per piece between cut points.
 
-    Gradients and Adam state have the number format of the parameters.
+    Gradients and Adam state have the data type of the parameters.
 
     Args:
         layers: Value of the key ``model`` in the module's profile.

@@ -5,7 +5,7 @@ A model is a list of layers, each of one kind. A kind has parameters, operations
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
 
-All counts are those of one sample in one whole layer, before tensor parallelism divides the layer.
+All counts are for one sample in one whole layer, before tensor parallelism divides the layer.
 ``transformer_layers`` computes them from the sizes of a transformer. ``model_file`` reads models by
 their names and from files.
 """
@@ -33,7 +33,7 @@ class Precision:
     """Size in bytes of each kind of number in a training run.
 
     Attributes:
-        name: Name of the number format, such as ``bf16``.
+        name: Name of the data type, such as ``bf16``.
         element_bytes: Size of an activation's element in bytes, in memory and in messages.
         parameter_bytes: Size in bytes of a weight, in the copy that layers read.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
@@ -69,7 +69,7 @@ class Precision:
         )
 
     def with_fp8(self) -> Precision:
-        """Returns the precision with matrix products in fp8.
+        """Returns the precision with matmuls in fp8.
 
         Raises:
             ConfigError: The precision is not bf16.
@@ -80,13 +80,13 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Returns the sizes with which Megatron trains with Adam in a number format.
+        """Returns the sizes with which Megatron trains with Adam in a data type.
 
         Args:
-            name: Name of the number format: ``fp32``, ``fp16`` or ``bf16``.
+            name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: The name is none of these.
+            ConfigError: ``name`` is none of these three names.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
@@ -119,7 +119,7 @@ class LayerKind:
         workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
             parallelism divides it.
         weight_bytes: Size of the data from which weight gradients are computed, in bytes. These are
-            the matrix products' inputs and output gradients, if tensor parallelism divides them.
+            the matmuls' inputs and output gradients, if tensor parallelism divides them.
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
             backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
@@ -256,8 +256,8 @@ class Model:
     def attention_share(self) -> float:
         """Attention's part of the operations of all transformer layers, from 0 to 1.
 
-        Attention with a window is left out, because its operations do not grow with the square of
-        the sequence.
+        Attention with a window is not counted, because its operations do not grow with the square
+        of the sequence.
         """
         kinds = [self.kinds[name] for name in self.layers]
         whole = sum(kind.forward_flops for kind in kinds if kind.counted)

@@ -87,7 +87,7 @@ PRESETS: Mapping[str, TransformerShape] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names of all presets: the trainer's, and those that only the planner knows."""
+    """Returns the names of all presets, including presets that only the planner knows."""
     return (*MODELS, *PRESETS)
 
 
@@ -98,7 +98,7 @@ def preset(
 
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
-        precision: Number format of the training run: ``fp32``, ``fp16`` or ``bf16``.
+        precision: Data type of the training run: ``fp32``, ``fp16`` or ``bf16``.
         attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the default of
             the preset.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -141,8 +141,8 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Number format, which overrides ``--fp16`` and ``--bf16``. Without any, it is
-            fp32, which is also the default of a run.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is fp32,
+            which is also the default of a run.
         attention: Implementation of attention, if the arguments do not choose one. It is one of
             ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
             attention scores is still counted if no kernel supports the model's attention.
@@ -172,7 +172,7 @@ def settings_model(
     Args:
         settings: Values of the model's settings, by the names of their fields.
         name: Name of the model, by which profiles are matched to models.
-        precision: Number format: ``fp32``, ``fp16`` or ``bf16``.
+        precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
         attention: Implementation of attention, one of ``ATTENTIONS``, if the settings do not choose
             one.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -204,7 +204,7 @@ class _ModelSource(NamedTuple):
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
     """Builds the model that a source describes.
 
-    The other arguments are those of :func:`arguments_model`.
+    All other arguments are as in :func:`arguments_model`.
     """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
@@ -436,12 +436,12 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """
     try:
         if not text.lstrip().startswith("-"):
-            text = read_text(folder / text, f"{where}: name a file of arguments")
+            text = read_text(folder / text, f"{where}: pass a file of arguments")
         arguments = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
+        raise ConfigError(f"{where}: {text}: {error.strerror}; pass a file of arguments") from error
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
@@ -469,15 +469,15 @@ def read_model(
         text: Preset name, list of the trainer's arguments, or path of a file or folder. A file is a
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
-        precision: Number format, which overrides that of the model.
-        default: Number format for models that do not name one.
+        precision: Data type of the training run, which overrides the data type of the model.
+        default: Data type for models that do not name one.
         attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text is none of these, or the model is invalid.
+        ConfigError: The text names no model, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)
@@ -497,7 +497,7 @@ def read_model(
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
-            f"--seq-length {sequence}: model {text} has a sequence length; leave it out"
+            f"--seq-length {sequence}: model {text} has a sequence length; remove the flag"
         )
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _of_profile(document, str(path), precision, make)

@@ -101,9 +101,9 @@ class Plan(StageSettings):
     """Parallel sizes, layers, nodes and settings with which a model runs on a cluster.
 
     Attributes:
-        tp: Tensor-parallel size. If stages have different sizes, the largest.
-        dp: Number of data-parallel replicas. If stages have different numbers, that of the first
-            stage.
+        tp: Tensor-parallel size. If stages have different sizes, the largest of these sizes.
+        dp: Number of data-parallel replicas. If stages have different numbers, the number of the
+            first stage.
         pp: Number of pipeline ranks.
         chunks: Number of stages (model chunks) per pipeline rank.
         micro_batch: Number of samples per microbatch on one replica of the first stage.
@@ -183,7 +183,7 @@ class StageMemory:
 
     @property
     def missing_bytes(self) -> float:
-        """Memory in bytes that the GPU lacks; 0 if the stage fits."""
+        """Memory in bytes that the stage needs beyond the GPU's memory, 0 if the stage fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -401,7 +401,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; use another file") from error
 
 
 def conf_text(document: Mapping[str, Any]) -> str:

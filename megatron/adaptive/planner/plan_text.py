@@ -122,7 +122,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         rows: Plans with their predictions, best first, at least one.
         inputs: Model, cluster and profile of layer times.
         tokens: Number of tokens of the whole training run, from which its time and price are
-            computed. 0 omits both.
+            computed. With 0, both are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {

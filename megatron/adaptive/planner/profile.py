@@ -131,8 +131,8 @@ class Profile:
             gpu: Name of the GPU.
             tp: Number of tensor-parallel ranks.
             micro_batch: Number of samples per microbatch.
-            load: Number of operations on the rank, divided by that of the measured kind. It is
-                above 1 if the busiest rank has more expert work than average.
+            load: Number of operations on the rank, divided by the number in the measured kind. It
+                is above 1 if the busiest rank has more expert work than average.
 
         Raises:
             ConfigError: The layer was not measured, and cannot be estimated.
@@ -241,7 +241,7 @@ class PlanInputs:
         return {}
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns how many seconds an action takes besides its layers, on the slowest node."""
+        """Returns the time of an action outside of its layers, in seconds, on the slowest node."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 

@@ -1,4 +1,4 @@
-"""Reads, merges and writes profile files, and makes them from measurements between cut points.
+"""Reads, merges and writes profile files, and converts measurements between cut points to them.
 
 The format of the file is the schema ``profile`` in ``config.schema_files``, which
 ``docs/reference/planner.md`` describes.
@@ -61,7 +61,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The content is that of a plan file, of which no rank was tried.
+        ConfigError: The content is a plan file in which no rank was tried.
     """
     if not isinstance(content, dict) or "degrees" not in content:
         return content
@@ -69,7 +69,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
             f"{where} is a plan without measurements: try a rank of it with plan --try {where}, or"
-            " name a profile"
+            " pass a profile"
         )
     return tried["profile"]
 
@@ -106,7 +106,7 @@ def document(
 ) -> dict[str, Any]:
     """Makes the contents of a profile file from measurements.
 
-    Each argument is the value of the key with its name; ``None`` leaves the key out.
+    Each argument is the value of the key of the same name. ``None`` omits the key.
 
     Args:
         model: Name of the model, and its arguments or layers.
@@ -141,7 +141,7 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the present time, in the format of the key ``made`` in a profile file."""
+    """Returns the current time, in the format of the key ``made`` in a profile file."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -334,7 +334,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     Args:
         path: Path of the file, which is JSON if its name ends with ``.json``, otherwise CSV.
         name: Name of the model.
-        precision: Number format of the messages between pieces.
+        precision: Data type of the messages between pieces.
 
     Returns:
         Contents of a profile file, with the pieces as the model's layers.
@@ -380,7 +380,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 def _rows(path: Path) -> list[Any]:
     """Returns the rows of a JSON list, or of a CSV file with its numbers converted."""
-    hint = "name a file of measurements per cut point"
+    hint = "pass a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
     return [
@@ -398,7 +398,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Raises an error if the layers of a profile differ from a model's. Their number may differ.
+    """Checks that a profile's kinds of layers are those of a model. Numbers of layers may differ.
 
     Args:
         content: Contents of the profile file.
@@ -410,7 +410,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     """
     measured = content["model"]
     subject = f"{where} is of model {measured['name']}"
-    advice = "measure the model that is planned, or leave --profile out"
+    advice = "measure the model that is planned, or remove --profile"
     # The part of a name after "/" is the number of ranks that experts are distributed over. It may
     # differ, so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}

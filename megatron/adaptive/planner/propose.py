@@ -145,7 +145,7 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons why it refuses the others."""
+    """Returns the plans that the trainer accepts, and the reasons why it refuses other plans."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
@@ -239,7 +239,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers per stage, because ``--partition`` leaves them out."""
+    """Adds embedding and head to the layers per stage, which ``--partition`` does not count."""
     if not partition:
         return ()
     try:
@@ -378,7 +378,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
         speeds = [row.prediction.tokens_per_s for row in rows]
         _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
-        raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"--pareto {folder}: {error.strerror}; use another folder") from error
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
@@ -430,7 +430,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     try:
         figure.write_html(str(path), include_plotlyjs=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; use another file") from error
 
 
 def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
@@ -530,7 +530,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
             f"--partition has {stages} stages and --pp is {_list(options.pp)}: they contradict"
-            " each other; leave one out"
+            " each other; remove one"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
@@ -561,7 +561,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
         reason = f"has experts that they do not divide: choose from {_list(model.expert_ranks)}"
         raise ConfigError(
             f"--expert-parallel-size {_list(spreads)}: {model.name}"
-            f" {reason if model.has_experts else 'has no experts; leave it out'}"
+            f" {reason if model.has_experts else 'has no experts; remove it'}"
         )
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
@@ -746,7 +746,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of one limit that a plan can keep with the others.
+    """Returns a text with the lowest value of one limit under which a plan keeps all other limits.
 
     Args:
         searcher: Searcher for the user's request.

@@ -111,8 +111,8 @@ pipeline is not timed under other schedules. A 1F1B step takes at most the time 
 through all stages plus the work of the busiest rank. Both are lower bounds for every schedule, so
 no other schedule takes less than half as long."""
 _NO_HOPE = 1.08
-"""A first partition into chunks is not improved further if its step time exceeds the best one so
-far by more than this factor."""
+"""Limit on the step time of a first partition into chunks, divided by the best step time so far.
+Above this limit, the partition is not improved further."""
 _HAND_OVERS = 30
 """Maximum number of pipelines to time while layers are moved between stages."""
 
@@ -592,7 +592,7 @@ class Searcher:
     def _capacity_s(self, shape: SearchShape) -> float:
         """Returns a lower bound of a shape's step time, and stores it in the shape.
 
-        The result is the larger of the present bound and ``stage_classes.capacity_bound``.
+        The result is the larger of the shape's current bound and ``stage_classes.capacity_bound``.
         """
         least_s = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
         shape.bound_s = max(shape.bound_s, least_s)
@@ -671,7 +671,7 @@ class Searcher:
     ) -> Iterator[tuple[Plan, float]]:
         """Yields plans that run a 1F1B pipeline under other schedules, with their step times.
 
-        Plans that do not fit into memory are left out.
+        Plans that do not fit into memory are skipped.
 
         Args:
             plan: Pipeline with the 1F1B schedule.

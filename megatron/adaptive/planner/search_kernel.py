@@ -247,7 +247,7 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the time of a message forward, that of one back, and the longer link occupancy.
+    """Returns the times of a message forward and a message back, and the longer link occupancy.
 
     All three are in seconds.
     """

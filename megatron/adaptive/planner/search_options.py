@@ -20,9 +20,9 @@ class SearchOptions:
 
     Attributes:
         tp: Tensor-parallel sizes to choose from. If empty, all that fit into a node.
-        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all.
-        pp: Numbers of pipeline ranks to choose from. If empty, all.
-        micro_batch: Microbatch sizes in samples to choose from. If empty, all.
+        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all possible sizes.
+        pp: Numbers of pipeline ranks to choose from. If empty, all possible numbers.
+        micro_batch: Microbatch sizes in samples to choose from. If empty, all possible sizes.
         recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
@@ -32,7 +32,8 @@ class SearchOptions:
             If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
         slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
             and a run-time rule cut them.
-        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all.
+        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
+            possible numbers.
         partition: Number of layers of each stage, embedding and head included. Empty to choose it.
         schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
@@ -98,7 +99,7 @@ class Objective:
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # A plan exactly at a limit keeps it, but the result is an exclusive bound. So the next
+        # A plan exactly at a limit is allowed, but the result is an exclusive bound. So the next
         # larger number is returned.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
@@ -131,7 +132,7 @@ class SearchResult:
     """Best plans of a search, and how far from optimal they may be.
 
     Attributes:
-        plans: Best plans, best first; empty if none fits.
+        plans: Best plans, best first. Empty if no plan fits.
         bound: Lower bound of the objective's value for every plan in the search space. If stages
             can mix node types in too many ways, it holds only for the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
@@ -146,7 +147,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Maximum fraction by which the best plan's value could be reduced; 0 if optimal."""
+        """Maximum fraction by which the best plan's value could be reduced, 0 if it is optimal."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)

@@ -108,7 +108,7 @@ def stage_classes(
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
     """Takes nodes of one type out of a list, from one island if an island is large enough.
 
-    An island is a group of GPUs that are connected by faster links than the others.
+    An island is a group of GPUs that are connected by faster links than other GPUs.
 
     Args:
         free: Indices of the type's free nodes, ascending. The nodes taken are removed.
@@ -171,7 +171,7 @@ class Totals(NamedTuple):
         least_s: Time of the shortest forward pass of an inner layer, in seconds. The first and the
             last layer are ignored.
         way_s: Time from the start of a microbatch to the end of its backward pass, in seconds.
-            Weight gradients are left out if the schedule runs them as a separate pass.
+            Weight gradients are not counted if the schedule runs them as a separate pass.
         after_s: Lower bound of the time of gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
@@ -247,7 +247,7 @@ class Tables:
         return self._kept[key]
 
     def place(self, stage_class: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
-        """Assigns GPUs to a stage of a class: those of the first nodes of the types that it needs.
+        """Assigns GPUs to a stage of a class, on the first nodes of the types that it needs.
 
         Args:
             stage_class: Class of the stage.
@@ -538,7 +538,7 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every layer range that is no stage of a partition.
+    """Returns ``after`` with infinity for every layer range that is not a stage of a partition.
 
     Args:
         after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.

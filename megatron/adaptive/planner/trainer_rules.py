@@ -1,4 +1,4 @@
-"""Asks the trainer's own rules which plans of a model it accepts, and whether it cuts sequences."""
+"""Asks the trainer's own rules whether it accepts a plan, and whether it can cut sequences."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices to try if the user names none."""
 _USUAL_TOKENS = 1024
-"""Smallest mean number of tokens in a slice if the user names no number. Estimated layers do not
-contain that kernels for few tokens keep a GPU less busy."""
+"""Smallest mean number of tokens in a slice if the user names no number. Shorter slices keep a GPU
+less busy, which estimated layer times do not take into account."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns why the trainer refuses a model with flags of a plan, or an empty text.
+    """Returns why the trainer refuses a model with a plan's flags. The text is empty if it accepts.
 
     A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
 
     Args:
         model: Model to train.
         flags: Flags of the plan.
-        world_size: Number of processes of the plan, ``None`` for one.
+        world_size: Number of processes of the plan. ``None`` means 1.
     """
     arguments = [
         argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
@@ -75,7 +75,8 @@ def check_slices(options: SearchOptions, model: Model) -> None:
     """Checks the numbers of slices that the search may choose.
 
     Raises:
-        ConfigError: The model's sequences cannot be cut so, or no schedule orders slices.
+        ConfigError: The model's sequences cannot be cut into that many slices, or none of the
+            schedules supports slices.
     """
     numbers = ",".join(map(str, options.slices))
     most = max(options.slices)

@@ -369,7 +369,7 @@ def _layer(
 
 
 def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the number of multiply-adds in a layer's matrix products, without attention scores.
+    """Returns the number of multiply-adds in a layer's matmuls, without attention scores.
 
     The arguments are those of :func:`_divided_bytes`: tokens of the layer and of the encoder's
     output, and inner width.

@@ -1,14 +1,14 @@
-"""Stores what ``plan --try`` measured of a rank in the plan file, and plans with it.
+"""Stores measurements of ``plan --try`` in a plan file, and predicts the plan from them.
 
-The entry ``tried`` of a plan file has the tried ranks and a profile. The profile starts with layers
-that were measured alone. Then its values are changed such that the planner predicts the tried ranks
-as they were measured::
+The entry ``tried`` of a plan file contains the tried ranks and a profile. The profile starts with
+layers that were measured alone. Its values are then adjusted so that the planner's predictions for
+the tried ranks equal their measurements::
 
     forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
     optimizer, rest of a step             as measured
     memory besides tensors                plus measured - predicted memory
 
-Messages and collectives are not part of it: a rank is tried without any other.
+Messages and collectives are not measured, because a rank is tried without any other ranks.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _INPUT_S, _WEIGHT_S = "backward_input_s", "backward_weight_s"
 
 @dataclass(frozen=True, kw_only=True)
 class TriedRank:
-    """Contains what was measured of a rank.
+    """Holds the measurements of one tried rank.
 
     Attributes:
         rank: Global rank.
         pp_rank: Position of the rank in the pipeline.
         device: Name of the device, as in profile files.
-        memory_bytes: Largest memory of the rank, in bytes: resident memory of the process on a CPU,
-            on a GPU its tensors and its CUDA context.
-        busy_s: Median time in which the rank is busy in a step, in seconds.
+        memory_bytes: Peak memory of the rank in bytes. On a CPU, it is the resident memory of the
+            process. On a GPU, it is the memory of tensors and of the CUDA context.
+        busy_s: Median time for which the rank is busy in a step, in seconds.
         optimizer_s: Median time of the optimizer in a step, in seconds.
         beside_s: Median time of a step outside of actions and optimizer, in seconds.
-        forward_s: Median time of a forward pass, in seconds, per chunk of the rank.
-        backward_s: Median time of a backward pass, per chunk. It includes weight gradients unless
-            they are separate actions.
-        weight_s: Median time of the weight gradients of a microbatch if they are separate actions,
-            else 0; per chunk.
+        forward_s: Median time of a forward pass in seconds, for each chunk of the rank.
+        backward_s: Median time of a backward pass in seconds, for each chunk. It includes weight
+            gradients unless they are separate actions.
+        weight_s: Median time of the weight gradients of a microbatch in seconds, for each chunk. It
+            is 0 if weight gradients are not separate actions.
         sigma: Relative standard deviation of the times of equal actions within a step.
     """
 
@@ -68,7 +68,7 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks of a plan file by global rank, empty if it has none.
+    """Returns the tried ranks of a plan file by global rank. Empty if no rank was tried.
 
     Raises:
         ConfigError: The entry ``tried`` is damaged.
@@ -78,17 +78,17 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
     for row in rows:
         if set(row) != names:
             raise ConfigError(
-                f"{where}: tried.ranks lacks or has other values than {', '.join(sorted(names))}:"
+                f"{where}: tried.ranks must have exactly the values {', '.join(sorted(names))}:"
                 " remove the key tried, and try the plan again"
             )
     return {row["rank"]: TriedRank(**row) for row in rows}
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns the nodes of a plan as if all had the given device, with links that take no time.
+    """Returns the nodes of a plan, as if all had the same device and links took no time.
 
     Args:
-        content: Content of the plan file, which has its degrees.
+        content: Content of the plan file, which contains the parallel sizes.
         device: Name of the device, as in profile files.
         memory_bytes: Memory of each device in bytes.
     """
@@ -103,16 +103,16 @@ _AXES = ("tensor", "pipeline", "data", "context")
 
 
 def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
-    """Returns the plan of a plan file whose stages have equal widths.
+    """Returns the plan of a plan file whose stages have equal parallel sizes.
 
     Args:
-        content: Content of the plan file, which has its degrees.
+        content: Content of the plan file, which contains the parallel sizes.
         model: Model of the plan.
         cluster: Cluster from :func:`cluster_of`.
         where: Path of the plan file, for error messages.
 
     Raises:
-        ConfigError: A necessary key is missing, or the partition is not of this model.
+        ConfigError: A necessary key is missing, or the partition does not fit the model.
     """
     for key in ("micro_batch_size", "global_batch_size", "schedule"):
         if key not in content:
@@ -164,13 +164,13 @@ def fit_profile(
     document: Mapping[str, Any],
     tried: Sequence[TriedRank],
 ) -> dict[str, Any]:
-    """Changes a profile such that it predicts the tried ranks as they were measured.
+    """Adjusts a profile so that its predictions for the tried ranks equal their measurements.
 
     Args:
         plan: Plan whose ranks were tried.
         model: Model of the plan.
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
-        document: Content of a profile file with a layer of each kind, measured alone.
+        document: Content of a profile file, in which a layer of each kind was measured alone.
         tried: Measured ranks, all on the same device.
 
     Returns:
@@ -199,7 +199,7 @@ def fit_profile(
 def predicted_step_s(
     plan: Plan, model: Model, cluster: Cluster, document: Mapping[str, Any]
 ) -> float:
-    """Returns the step of a plan in seconds that a tried profile predicts, without messages."""
+    """Returns the predicted step time of a plan in seconds, without the time of messages."""
     profile = profile_file.make_profile(document)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
@@ -221,12 +221,12 @@ class _Fit:
     tried: tuple[TriedRank, ...]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Returns the layers' rows, multiplied by measured over predicted times of the ranks."""
+        """Returns the rows of layer times, scaled by the ranks' measured / predicted times."""
         forward, _, _ = self._predicted_s(self.document)
         measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
         rate = _ratio(measured[0], forward)
         rows = [{**row, "forward_s": row["forward_s"] * rate} for row in self.document["layers"]]
-        # A backward pass that computes activations again contains a forward pass.
+        # A backward pass with recompute contains a forward pass.
         no_backward = [{**row, _INPUT_S: 0.0, _WEIGHT_S: 0.0} for row in rows]
         _, again, _ = self._predicted_s({**self.document, "layers": no_backward})
         _, backward, weight = self._predicted_s({**self.document, "layers": rows})
@@ -251,7 +251,7 @@ class _Fit:
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns how much more memory the ranks need than predicted, at most, in bytes."""
+        """Returns the largest excess of a rank's measured over predicted memory, in bytes."""
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)
 
@@ -260,7 +260,7 @@ class _Fit:
         return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
 
     def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Returns the sums over the tried ranks of F, B and W of a microbatch, in seconds."""
+        """Returns predicted seconds of F, B and W of a microbatch, summed over tried ranks."""
         plan = self.plan
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         held = [

@@ -67,9 +67,9 @@ def time_microbatches(
         stages: Object that runs the actions of a rank's stages, with the methods that the executor
             calls. It must be made for ``WARM_UP + repeats`` microbatches. Its ``finish`` is called
             at the end in any case.
-        received: Function that makes the input of a forward pass; it returns ``None`` for the first
+        received: Function that makes the input of a forward pass. It returns ``None`` for the first
             stage.
-        gradient: Function that makes the input of a backward pass; it returns ``None`` for the last
+        gradient: Function that makes the input of a backward pass. It returns ``None`` for the last
             stage.
         device: Device on which the stages run.
         repeats: Number of microbatches to time, after the warm-up.

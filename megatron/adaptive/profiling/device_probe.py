@@ -1,4 +1,4 @@
-"""Measures one rank's device shortly: matrix products, memory, copies from and to a GPU, clock."""
+"""Measures one rank's device briefly: matmuls, memory, copies to and from a GPU, clock."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 
     Args:
         accelerator: Device of this process.
-        ranks: Global rank of this process, the only entry; the subject of the figures.
+        ranks: Tuple with only the global rank of this process, to which the figures belong.
         seconds: Time in seconds of each measurement, beyond a few repetitions.
 
     Returns:
-        Figures of the device; fewer if a GPU has no memory left for the measurements.
+        Figures of the device. Some are missing if a GPU has no memory left to measure them.
     """
     device = accelerator.device
     gpu = known_gpu(accelerator.name) if device.type == "cuda" else None
@@ -79,7 +79,7 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
             add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
             add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
     except torch.cuda.OutOfMemoryError:
-        return figures  # during training a GPU may have no room for the rest
+        return figures  # during training, a GPU may have too little free memory
     if clock_hz:
         figures.append(
             Figure(measure=CLOCK, ranks=ranks, peers=peers, value=clock_hz, sheet=most_hz)
@@ -88,10 +88,10 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
 
 
 def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Returns the mean time of a call, over the time of a measurement.
+    """Returns the mean time of a call in seconds, over calls that are repeated for ``seconds``.
 
-    A quota or another program stops a process for some milliseconds at a time, often longer
-    than a call takes. The median would not show these.
+    A quota or another program stops a process for some milliseconds at a time, often longer than a
+    call takes. The median would not show such interruptions.
     """
     call()
     count = 0
@@ -104,12 +104,13 @@ def _mean_s(call: Callable[[], Any], device: torch.device, seconds: float) -> fl
 
 
 def _clock_hz(device: torch.device) -> tuple[float, float]:
-    """Returns the present and the highest frequency of a device in Hz; 0 if it is not known."""
+    """Returns the current and the highest frequency of a device in Hz, each 0 if it is unknown."""
     if device.type == "cuda":
         try:
             return torch.cuda.clock_rate(device) * 1e6, 0.0
         except Exception:
-            # torch asks NVML, whose package is optional, and which raises errors of its own kind.
+            # torch reads the clock through NVML, whose package is optional and has its own error
+            # types.
             return 0.0, 0.0
     try:
         cpu = min(os.sched_getaffinity(0))

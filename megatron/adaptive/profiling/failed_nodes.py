@@ -1,7 +1,7 @@
-"""Says which nodes of a job a probe found slow, and what they must reach to pass again.
+"""Finds the nodes of a job that a probe found slow, and the figures with which they pass again.
 
-A slow rank is the fault of its node. So is a slow link or group within a node. A slow link between
-two nodes is the fault of the node more of whose links are slow::
+A slow rank, link or group within a node is the fault of the node. A slow link between two nodes is
+the fault of the node that has the larger share of slow links::
 
     a ── b ── c ══ d ══ e      slow: c-d, d-e      d: 2 of 2 links,  c and e: 1 of 2 and 1 of 1
 
@@ -25,9 +25,10 @@ class FailedNode:
 
     Attributes:
         node: Name of the node.
-        text: Worst outlier of the node: subject, quantity, figure, and the others' median.
-        limits: Least figure with which the node passes again, in bytes/s, FLOP/s or Hz, by
-            quantity. Empty if the node cannot measure them alone, as with a slow link.
+        text: Worst outlier of the node: subject, quantity, figure, and the median of other
+            subjects.
+        limits: Minimum figure of each quantity with which the node passes again, in bytes/s, FLOP/s
+            or Hz. Empty if the node cannot measure the quantity alone, as with a slow link.
     """
 
     node: str
@@ -105,7 +106,7 @@ def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str
 
 
 def _limit(outlier: Outlier) -> float:
-    """Returns the least figure that is no outlier, in the figure's own unit."""
+    """Returns the minimum figure that is not an outlier, in the figure's own unit."""
     measure = MEASURES[outlier.measure]
     reference = outlier.median / measure.scale
     if outlier.is_against_sheet:

@@ -48,7 +48,7 @@ The kernel writes almost 2**63 there.
 
 
 def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
-    """Returns how much memory, in bytes, this process may allocate beyond its present tensors.
+    """Returns how much memory, in bytes, this process may allocate beyond its current tensors.
 
     Args:
         accelerator: Device of this process.

@@ -1,14 +1,14 @@
 """Measures links between ranks, and all-reduces within nodes, as a training run would use them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
-latency of a message from the occupancy, the time by which each further message arrives later::
+latency of a message from the occupancy, the additional time for each further message::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
 
 For a profile, messages use the transport that a run would choose for the pair. Each kind of link is
 measured twice: with one pair of ranks, and with as many pairs at the same time as possible. The
-pairs share the bandwidth of a network card, but not that of a switch between GPUs.
+pairs share the bandwidth of a network card, but not the bandwidth of a switch between GPUs.
 """
 
 from __future__ import annotations
@@ -94,15 +94,16 @@ def measure_link(
     Args:
         transport: Message channels of this rank; no message may be in flight on them.
         peer: Global rank of the other end, which must call this function at the same time.
-        leads: Whether this rank sends first and decides when to stop; true for one of the two.
-        payload: Tensor to send, with the size and type of those in a training step.
+        leads: Whether this rank sends first and decides when to stop. Must be True on one of the
+            two.
+        payload: Tensor to send, with the size and dtype of the messages in a training step.
         timeout_s: Maximum time in seconds to wait for a message.
         rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.
         clock: Function that returns the time in seconds.
 
     Raises:
         DeadlineError: The peer did not answer in time.
-        TransportError: The peer has ended.
+        TransportError: The peer has exited.
     """
     rounds = rounds or Rounds()
     medians = []
@@ -154,7 +155,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Makes the object that connects ranks for a measurement, in the way a training run does.
+    """Makes the object that connects ranks for a measurement, as in a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.

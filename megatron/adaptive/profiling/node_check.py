@@ -1,8 +1,8 @@
-"""Program that measures a node which an elastic job leaves out; the node's forkserver runs it.
+"""Program that measures a node that an elastic job does not use; the node's forkserver runs it.
 
 The program measures the device that ``LOCAL_RANK`` selects. Its argument is a JSON object with
-``limits``: the least figure of each quantity. Its exit status is 0 if the device reaches all of
-them, otherwise :data:`STATUS_FAILS`.
+``limits``: the minimum figure of each quantity. Its exit status is 0 if the device reaches all
+limits, otherwise :data:`STATUS_FAILS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def passes(limits: Mapping[str, float]) -> bool:
     """Returns whether this process's device reaches all limits, each at least once in five tries.
 
     Args:
-        limits: Least figure of each quantity, in bytes/s, FLOP/s or Hz.
+        limits: Minimum figure of each quantity, in bytes/s, FLOP/s or Hz.
     """
     environment = Environment.read()
     if environment.omp_num_threads is None:

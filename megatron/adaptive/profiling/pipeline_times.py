@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of the microbatches' times at which they are treated as equal."""
+"""Maximum relative spread of microbatch times at which the times are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -80,7 +80,7 @@ def profile_of(
             a stage get equal weight.
         placement: Assignment of stages to ranks and chunks.
         num_microbatches: Number of microbatches in each measured step, needed to find microbatches
-            of unequal length; 0 if unknown.
+            of unequal length. 0 if the number is unknown.
 
     Returns:
         Times of stages and links. A link that was not measured gets the times of the slowest
@@ -172,20 +172,20 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns for how many microbatches every rank can hold activations under another layout.
+    """Returns the number of microbatches whose activations all ranks can hold in another layout.
 
     Args:
         samples: Measurements under ``present``, at least one of every rank.
-        present: Present assignment of stages to ranks.
+        present: Current assignment of stages to ranks.
         target: Assignment of stages to ranks for which the result is computed.
-        layers: Present number of layers of each stage; needed with ``others``.
+        layers: Current number of layers of each stage; needed with ``others``.
         others: Number of layers of each stage for which the result is computed. Empty for the
-            present numbers. The estimate is cautious: a layer that leaves a stage frees the
+            current numbers. The estimate is cautious: a layer that leaves a stage frees the
             smallest mean layer size of any stage, and one that arrives needs the largest mean of a
             middle stage.
 
     Returns:
-        Number of microbatches on the rank with the least memory. Below 1, even negative, if the
+        Number of microbatches on the rank with the least memory. Below 1, or even negative, if the
         stages themselves do not fit.
     """
     free = [math.inf] * present.num_ranks

@@ -1,4 +1,4 @@
-"""Measures every rank, link and group of a job shortly, to find slow ones before training.
+"""Measures every rank, link and group of a job briefly, to find slow ones before training.
 
 The measurements, and the classes of figures that are compared with each other:
 
@@ -16,10 +16,9 @@ all-to-all         median over an expert-parallel group            same kind, si
 checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
-Subjects are measured in batches (see ``probe_layout``), twice over, and the better figure counts;
-outliers are measured again.
-``doctor --probe`` connects ranks for this; the trainer probes with the channels and groups that it
-has.
+Subjects are measured in batches (see ``probe_layout``). Each subject is measured twice, and the
+better figure counts. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
+trainer probes over its own channels and groups.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Holds subjects, and the function that measures one of them on each of its ranks."""
+    """Holds subjects, and the function that each rank of a subject calls to measure it."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -104,8 +103,8 @@ class ProbeReport:
     """Holds the result of a probe.
 
     Attributes:
-        figures: Figures of all subjects; the better one of two measurements each.
-        outliers: Figures that are worse than they should be.
+        figures: Figures of all subjects. Each is the better one of two measurements.
+        outliers: Figures that are much worse than expected.
         seconds: Time that the probe took, in seconds.
     """
 
@@ -120,13 +119,13 @@ class Probe:
     Args:
         job: Environment of this process: ranks, device, process groups.
         name: Name of the probe, unique in the job.
-        transport: Channels to the ranks with which this rank exchanges messages; none may be in
-            flight. ``None`` if there are none.
-        message: Message of a training step, if the channels take only such messages; ``None`` for a
-            small and a large one.
+        transport: Channels to the ranks with which this rank exchanges messages. No message may be
+            in flight. ``None`` if this rank has no channels.
+        message: Message of a training step, if the channels accept only such messages. ``None`` to
+            measure with a small and a large message.
         groups: Groups of this rank with more than one member, by kind.
         folder: Checkpoint folder to write to, ``None`` for none.
-        seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+        seconds: Time in seconds of each measurement of a rank. A few repetitions are always made.
         nodes: Name of each global rank's node, ``None`` for the host names.
     """
 
@@ -236,7 +235,7 @@ class Probe:
         kind = self._facts[ranks[0]]["links"][ranks[1]]
         within = self._machines[ranks[0]] == self._machines[ranks[1]]
         peers = f"{kind} {'within' if within else 'between'} nodes"
-        # A late answer of a rank would be taken for the answer of another one.
+        # Skip a rank that did not answer: its late answer would be mistaken for that of another.
         if any(self._turns.is_noted(str(rank)) for rank in ranks):
             return []
         figures = []
@@ -260,7 +259,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns the messages to send over a link, by the figure that they give."""
+        """Returns the messages to send over a link, by the figure that is measured with them."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -323,7 +322,7 @@ class ProbeOptions:
         layout: Parallel sizes of the job.
         transport: Transport settings given by the user.
         folder: Checkpoint folder to write to, ``None`` for none.
-        seconds: Time in seconds of each measurement of a rank, beyond a few repetitions.
+        seconds: Time in seconds of each measurement of a rank. A few repetitions are always made.
         timeout: Maximum time to wait until all ranks have met.
     """
 
@@ -355,12 +354,12 @@ def probe_job(
     Args:
         options: Selection of what to probe; equal on all ranks.
         environment: Rank of this process, number of ranks, and address where ranks meet.
-        show: Function that rank 0 calls with the result before ranks disconnect. A launcher may end
-            all ranks as soon as one has ended with another status than 0.
+        show: Function that rank 0 calls with the result before the ranks disconnect. A launcher may
+            kill all ranks as soon as one rank exits with a status other than 0.
 
     Raises:
         SetupError: A pair of ranks cannot use the transport that the user forced.
-        TransportError: The ranks could not find each other, or a rank has ended.
+        TransportError: The ranks could not find each other, or a rank has exited.
     """
     if environment.omp_num_threads is None:
         torch.set_num_threads(1)
@@ -396,7 +395,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Makes the process groups of a layout, and returns those of this rank. Collective."""
+    """Makes the process groups of a layout, and returns the groups of this rank. Collective."""
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:
@@ -407,7 +406,7 @@ def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
 
 
 class Turns:
-    """Lets ranks measure in turns, while the others sleep.
+    """Lets ranks measure in turns. Ranks sleep until their turn comes.
 
     A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
     takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next
@@ -416,7 +415,7 @@ class Turns:
         turn 0      ranks 0, 1    each adds 1 to "0/done"; the one that makes it 2 sets "1/go"
         turn 1      ranks 2, 3    wait for "1/go", ...
 
-    All ranks must make it, and call :meth:`each` equally often.
+    All ranks must make this object, and call :meth:`each` equally often.
 
     Args:
         job: Environment of this process.
@@ -430,9 +429,10 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Iterates over this rank's subjects, when it is their turn.
+        """Iterates over this rank's subjects, each when it is the subject's turn.
 
-        The turn of a subject ends when the caller asks for the next one, which it must always do.
+        The turn of a subject ends when the caller requests the next subject. The caller must
+        iterate to the end.
 
         Args:
             batches: Subjects of each turn, with no rank in common; equal on all ranks.
@@ -447,7 +447,7 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series; the caller knows that all its turns have ended."""
+        """Deletes the keys of the last series. The caller ensures that all its turns have ended."""
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))
@@ -483,7 +483,7 @@ def _write_and_read(path: Path) -> tuple[float, float]:
             file.write(block)
         os.fsync(file.fileno())
         written_s = time.perf_counter() - begin_s
-        # Without this, the file would be read from memory.
+        # Without this call, the file would be read from the page cache.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     begin_s = time.perf_counter()
     with path.open("rb", buffering=0) as file:

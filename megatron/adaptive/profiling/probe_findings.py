@@ -1,7 +1,7 @@
 """Compares the figures of a probe, and names the ranks, links and groups that are outliers.
 
 A figure is compared with the median of the other figures of its class, for example of all links
-between two nodes, and if there is a data sheet with that. It is an outlier if it is worse
+between two nodes. A figure is an outlier if it is worse
 
 - than the others' median by the factor of its measure (:data:`MEASURES`), and
 - by more than four times the usual distance from the median. This is 1.4826 times the median of the
@@ -9,9 +9,10 @@ between two nodes, and if there is a data sheet with that. It is an outlier if i
   distributed. Speeds are turned into times for this, because a slow rank's time is far from the
   others, but its speed is never below 0.
 
-The first rule holds for quiet machines, whose figures hardly differ, the second for noisy ones.
-Every figure is the better one of two measurements at different times, because a program that ran
-for a moment spoils at most one of them.
+The first rule matters on quiet machines, whose figures hardly differ, the second on noisy ones. All
+other figures are compared with the data sheet, if there is one. Every figure is the better one of
+two measurements at different times, because a program that ran for a moment spoils at most one of
+them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Measure:
     Attributes:
         unit: Unit in which figures are printed.
         scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
-        least_factor: Minimum factor by which an outlier is worse than the median of the others.
-        least_sheet: Minimum value as a share of the data sheet's; 0 if there is no data sheet.
+        least_factor: Minimum factor by which an outlier is worse than the median of its class.
+        least_sheet: Minimum value as a fraction of the data sheet's value; 0 without a data sheet.
         is_time: Whether less is better.
         remedy: Advice about an outlier.
     """
@@ -93,7 +94,7 @@ class Figure:
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
-        peers: Class of subjects with which this one is compared.
+        peers: Class of subjects with which this subject is compared.
         value: Measured value in seconds, bytes/s, FLOP/s or Hz; 0 if the measurement failed.
         sheet: Value of the data sheet in the same unit, 0 if there is none.
         error: Message of a measurement that failed, otherwise empty.
@@ -109,16 +110,17 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlier:
-    """Describes a figure that is worse than it should be.
+    """Describes a figure that is much worse than expected.
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
-        nodes: Host names of these ranks, in the same order.
-        peers: Class of subjects with which this one was compared.
+        nodes: Host name of each rank in ``ranks``, in the same order.
+        peers: Class of subjects with which this subject was compared.
         value: Measured value in ``unit``; 0 if the measurement failed.
-        median: Median of the others in ``unit``, or the data sheet's value; 0 if it failed.
-        unit: Unit of both.
+        median: Median of the class without this figure in ``unit``, or the data sheet's value. It
+            is 0 if the measurement failed.
+        unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
         text: Finding for the user, in one line.
         remedy: Advice for the user.
@@ -162,8 +164,8 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
     """Returns the outliers among the figures of a probe, worst first within each quantity.
 
-    A slow rank also slows its links and groups, and a slow link its groups. These are neither
-    outliers, nor are others compared with them.
+    A slow rank also slows down its links and groups, and a slow link its groups. Such links and
+    groups are not outliers themselves, and other figures are not compared with theirs.
 
     Args:
         figures: Figures of all subjects.
@@ -223,7 +225,7 @@ def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _is_far(times: Sequence[float], index: int) -> bool:
-    """Returns whether a time exceeds the others by more than they differ from each other."""
+    """Returns whether a time exceeds all others by much more than they differ from each other."""
     others = times
     if len(times) <= _FEW:
         others = [time_s for number, time_s in enumerate(times) if number != index]
@@ -235,7 +237,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
-    """Returns the median of sorted values without one of them; that value if it is the only one."""
+    """Returns the median of sorted values without one value. A single value is returned itself."""
     count = len(values) - 1
     if not count:
         return values[0]

@@ -1,12 +1,12 @@
-"""Lists what a probe measures: each rank, each link, each group of ranks that a job would use.
+"""Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
 
 A subject of a measurement is a tuple of global ranks: one for a rank alone, two for a link, all
-members for a group. Ranks are numbered like those of the trainer::
+members for a group. Ranks are numbered as in the trainer::
 
     rank = tensor + TP * (context + CP * (data + DP * stage))
 
-Subjects are measured in batches. Those of a batch have no rank in common, and keep no more ranks of
-a machine busy than it has processors, so that they do not slow each other::
+Subjects are measured in batches. The subjects of a batch have no rank in common. They keep at most
+as many ranks of a machine busy as it has processors, so that they do not slow each other down::
 
     4 ranks on 2 processors     links  0-1, 1-2, 2-3      batches  [0-1]  [1-2]  [2-3]
     4 ranks on 4 processors     links  0-1, 1-2, 2-3      batches  [0-1, 2-3]  [1-2]
@@ -75,7 +75,7 @@ class ProbeLayout:
         """Returns the pairs of ranks that send each other activations and gradients."""
         width = self.world_size // self.pipeline
         pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
-        if self.chunks > 1 and self.pipeline > 2:  # the last rank's chunks go on at the first rank
+        if self.chunks > 1 and self.pipeline > 2:  # the last rank sends to the first rank, too
             pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
         return pairs
 
@@ -113,7 +113,7 @@ def batches(
             measured alone on that machine.
 
     Returns:
-        All subjects in batches; within a batch in the given order.
+        All subjects, divided into batches. Within a batch, they keep their order.
     """
     left = list(subjects)
     done: list[list[Ranks]] = []

@@ -71,7 +71,7 @@ class TransportCheck:
             equal on all ranks.
 
         Raises:
-            TransportError: A rank has ended.
+            TransportError: A rank has exited.
         """
         first: dict[str, int] = {}
         for endpoint in self._endpoints[1:]:
@@ -133,8 +133,8 @@ class TransportCheck:
     ) -> dict[str, Any]:
         """Checks the contents of messages, then measures latency and bandwidth.
 
-        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is that of
-        bursts of 4 MiB messages, in GB/s.
+        The latency is half of a round trip of 1 KiB, in microseconds. The bandwidth is measured
+        with bursts of 4 MiB messages, in GB/s.
         """
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
@@ -170,7 +170,7 @@ def check_contents(transport: Transport, peer: int, device: torch.device) -> Non
 
     Raises:
         DeadlineError: The peer did not answer in time.
-        TransportError: A message arrived changed, or the peer has ended.
+        TransportError: A message arrived changed, or the peer has exited.
     """
     for size in _SIZES:
         payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)

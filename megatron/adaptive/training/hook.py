@@ -38,7 +38,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     """Returns the hook that profiles this rank according to the flags.
 
     ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
-    The former writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
+    The first flag writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
     record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU nsys would record
     nothing, so PyTorch's profiler is used instead.
 
@@ -56,7 +56,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Check on all ranks. Otherwise only some ranks would stop, and the others would wait for them.
+    # Check on all ranks. Otherwise only some ranks would stop, and all others would wait for them.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")
@@ -83,7 +83,7 @@ class ProfiledWindow(Hook):
 
     def __init__(self, run: RunConfig, recording: Any) -> None:
         self._iterations = range(run.profile_step_start, run.profile_step_end)
-        self._recording = recording  # a profiler object, or None once it has ended
+        self._recording = recording  # a profiler object, or None after the profiler has stopped
         self._is_running = False
 
     def before_step(self, iteration: int) -> None:

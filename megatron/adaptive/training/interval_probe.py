@@ -21,7 +21,7 @@ from megatron.adaptive.profiling.probe import Probe, ProbedGroup
 from megatron.adaptive.profiling.probe_layout import CONTEXT, DATA, EXPERT, TENSOR
 
 _MOST_SHARE = 0.01
-"""Maximum share of the time of training that probes take, from the second probe on."""
+"""Maximum fraction of the training time that probes take, from the second probe on."""
 _SECONDS = 0.02
 
 
@@ -34,10 +34,10 @@ class Report(Protocol):
 class IntervalProbe:
     """Probes a run after each ``interval``-th iteration. All ranks must call the same methods.
 
-    A probe that would take more than 1% of the time since the last one is left out.
+    A probe is skipped if it would take more than 1% of the time since the previous probe.
 
     Args:
-        interval: Number of iterations between two probes, 0 for none.
+        interval: Number of iterations between two probes. With 0, there are no probes.
         say: Function that writes a line to the log.
         report: Function that writes values to ``progress.jsonl``.
     """
@@ -55,7 +55,7 @@ class IntervalProbe:
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
-        """Returns whether :meth:`run` is called before the first step, which elastic jobs do."""
+        """Returns whether to call :meth:`run` before the first step, as in elastic jobs."""
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
@@ -92,7 +92,7 @@ class IntervalProbe:
 
 
 def _message(run: Run) -> torch.Tensor:
-    """Returns a message of the shape and type of those between stages."""
+    """Returns a message with the shape and dtype of the messages between stages."""
     return torch.zeros(
         *payload_shape(run.job.config),
         dtype=run.core.pipeline_dtype,

@@ -1,7 +1,7 @@
 """Defines and finds loggers, which receive the metrics of a run.
 
 A logger is a subclass of :class:`Logger`. The loggers of this package are modules of the folder
-``loggers``, where this module finds them. Your own logger can be anywhere: give ``--logger
+``loggers``, where this module finds them. Your own logger can be anywhere: pass ``--logger
 package.module:Class``. A package can also publish its loggers as entry points of the group
 ``megatron_adaptive.loggers``, which are selected by name.
 """
@@ -22,9 +22,9 @@ ENTRY_POINTS = "megatron_adaptive.loggers"
 class Logger:
     """Passes the values of a run to an experiment tracker, such as TensorBoard.
 
-    Subclasses define the methods that they need; the others do nothing. Only the rank that writes
-    the log makes a logger object. If a method raises an error, a warning is printed, and the logger
-    receives no more values; training continues.
+    Subclasses override the methods that they need; all other methods do nothing. Only the rank that
+    writes the log makes a logger object. If a method raises an error, a warning is printed, and the
+    logger receives no more values; training continues.
 
     Args:
         cfg: Settings of the run.
@@ -39,7 +39,7 @@ class Logger:
     flag: ClassVar[str] = ""
 
     def __init__(self, cfg: TrainerConfig) -> None:
-        """Opens the tracker; an error ends the run before its first step."""
+        """Opens the tracker. An error here stops the run before its first step."""
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Adds a point to a curve.
@@ -111,7 +111,7 @@ def _own_logger(name: str) -> type[Logger]:
     if loaded is None:
         raise ConfigError(
             f"argument --logger: {name!r} is not one of {', '.join(built_in_loggers())}, and not "
-            "package.module:Class of a logger of yours"
+            "package.module:Class of your own logger"
         )
     if not _is_logger(loaded):
         raise ConfigError(

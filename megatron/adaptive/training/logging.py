@@ -6,7 +6,7 @@ of values (figures), which it writes as a log line, as points of curves and as a
 ``progress.jsonl``. Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``,
 ``loggers``) receive curves, the picture of a step and the diagnosis's findings.
 
-A single rank writes everything: the last rank of those that have the loss. If stages are placed
+A single rank writes everything: the last of the ranks that have the loss. If stages are placed
 round-robin, this is the last rank of all, as in Megatron-LM.
 """
 
@@ -213,7 +213,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``; ``None`` if this rank writes no metrics."""
+        """Object with TensorBoard's ``add_scalar``. ``None`` if this rank writes no metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
@@ -279,7 +279,8 @@ class TrainingLog:
     def report(self, **values: Value) -> None:
         """Writes values to ``progress.jsonl``.
 
-        If they include findings of the diagnosis, the possible gain from each goes to the loggers.
+        If the values include findings of the diagnosis, the loggers get the possible gain from
+        each.
         """
         self._progress.report(values)
         findings = values.get("findings")
@@ -426,8 +427,8 @@ class _Figure(NamedTuple):
     Attributes:
         form: Format string for the log's line, empty if the line does not contain the value.
         value: Value to report, ``None`` if it is unknown.
-        curve: Tag of the curve in the loggers, empty for none. Flags may turn the curve off.
-        entry: Name of the entry in ``progress.jsonl``, empty for none.
+        curve: Tag of the curve in the loggers, empty for no curve. Flags may turn the curve off.
+        entry: Name of the entry in ``progress.jsonl``, empty for no entry.
     """
 
     form: str = ""
@@ -524,7 +525,7 @@ class _Curves:
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists the values to report if documents have different lengths, else nothing."""
+    """Lists the values to report if documents have different lengths. Empty if ``load`` is None."""
     if load is None:
         return []
     return [

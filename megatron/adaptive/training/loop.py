@@ -250,7 +250,7 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no training step is left to do."""
+        """Whether no training steps are left."""
         return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
 
     def advance(self, **changes: int) -> None:
@@ -463,11 +463,11 @@ class Rebalancing(RunHook):
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after a change, ``None`` if the present number stays.
+    """Returns the number of slices after a change, ``None`` if the current number stays.
 
     Args:
         due: Change to make.
-        present: Present number of slices of each sequence.
+        present: Current number of slices of each sequence.
     """
     if isinstance(due, NextTrial):
         return due.num_slices

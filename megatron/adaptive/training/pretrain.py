@@ -1,4 +1,4 @@
-"""Runs one process of a training run, and ends all processes if one fails."""
+"""Runs one process of a training run, and stops all processes if one of them fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # Time in seconds that a rank with a broken connection waits, so that the watcher can find out which
 # rank failed.
 _VERDICT_S = 2.0
-# Time in seconds that other ranks get to print their messages and end by themselves.
+# Time in seconds in which other ranks can print their messages and exit by themselves.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
 # Time in seconds to wait for other ranks to read the store: two polling intervals of the watchers.
@@ -57,7 +57,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     """Runs a training run with the settings ``config``.
 
     After an error in a job with several processes, this function does not return. It reports the
-    error and ends the process, because peers that have ended may block other threads.
+    error and exits the process, because peers that have exited may block other threads.
 
     Raises:
         TransportError: If the job's processes cannot connect to each other.
@@ -267,7 +267,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
-            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
+            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or use another "
             "folder with --save"
         )
     if isinstance(error, RuntimeError) and (asked := _TOO_MUCH.search(str(error))):
@@ -295,14 +295,14 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 def _fail(
     error: BaseException, store: dist.Store, watcher: Watcher, environment: Environment
 ) -> NoReturn:
-    """Reports ``error`` once for the whole job and ends this process."""
+    """Reports ``error`` once for the whole job and exits this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # Do not wait for the watcher if the error reports a silent peer, because the watcher knows no
-    # more than that.
+    # Do not wait for the watcher if the error reports a silent peer, because the watcher can report
+    # no more than that.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
-        # The connection broke because another rank ended, and the watcher has reported that rank.
+        # The connection broke because another rank exited, and the watcher has reported that rank.
         expected = follows = True
     elif expected:
         if _is_first(store):
@@ -333,7 +333,7 @@ def _part(store: dist.Store, environment: Environment) -> None:
             time.sleep(_POLL_S)
             parted = store.add("parted", 0)
     except RuntimeError:
-        return  # the rank that serves the store has ended
+        return  # the rank that serves the store has exited
 
 
 def _is_first(store: dist.Store) -> bool:
@@ -341,4 +341,4 @@ def _is_first(store: dist.Store) -> bool:
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store has ended; print the error twice rather than not at all
+        return True  # the store is gone, and an error printed twice is better than none

@@ -96,7 +96,7 @@ class ProfileOptions:
         kinds: Kinds of layers to measure, including ``embedding`` and ``head``, named as in
             ``planner.model_description``.
         last: Kind of the last layer; multi-token prediction layers are of the same kind.
-        widths: Tensor-parallel sizes to measure; empty for all powers of two that nodes and model
+        widths: Tensor-parallel sizes to measure. Empty for all powers of two that nodes and model
             allow.
         widest: Number that every tensor-parallel size must divide. It is computed from the model's
             dimensions.
@@ -106,8 +106,8 @@ class ProfileOptions:
         links: Whether to measure links between ranks and all-reduces.
         backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
             would use.
-        alone: Whether this process measures without the other ranks, whose collectives then take no
-            time.
+        alone: Whether this process measures without the other ranks of the job. Collectives with
+            them then take no time.
     """
 
     name: str
@@ -159,7 +159,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
             return None
         if not any(measured.values()):
             raise SetupError(
-                "nothing was measured: memory does not suffice for the layers; profile with a"
+                "nothing was measured: the layers do not fit in memory; profile with a"
                 " smaller --micro-batch-sizes or a wider --tp"
             )
         facts_by_node = {
@@ -255,7 +255,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
         if local % tp:
             raise ConfigError(
                 f"--tp {tp}: the {local} processes of a node do not divide into groups of {tp};"
-                " start more with --nproc-per-node, or leave it out"
+                " start more with --nproc-per-node, or remove it"
             )
     return list(options.widths)
 
@@ -263,7 +263,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
 def _config(
     options: ProfileOptions, tp: int, size: int, world: int, more: str = ""
 ) -> TrainerConfig:
-    # Costs are those of whole sequences.
+    # Measure the costs of whole sequences.
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
     run += " --sequence-slices 1"
     run += f" --micro-batch-size {size} --tensor-model-parallel-size {tp} {more}"
@@ -295,7 +295,7 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds of layers on this rank, except those that do not fit in memory.
+    """Measures all kinds of layers on this rank, except kinds that do not fit in memory.
 
     Args:
         options: Measurements to make.

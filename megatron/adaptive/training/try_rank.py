@@ -1,11 +1,12 @@
 """Runs one rank of a planned job without the others, and measures its memory and times.
 
-``plan --try`` starts a process for it (``cli.try_rank``), whose memory is then that of a rank.
+``plan --try`` runs this module in a process of its own (``cli.try_rank``), so that the memory of
+the process is that of the rank.
 
-The rank is set up by the trainer's own functions, in a job whose other ranks do not exist: process
-groups are torch's fake ones, and ``transport.stand_in`` makes the inputs from other stages. It runs
-whole steps in the order of the plan's schedule. Since no input is late, it never waits: the planner
-adds the waits.
+The trainer's own functions set up the rank. The other ranks of the job do not exist: torch's fake
+backend replaces the process groups, and ``transport.stand_in`` makes the inputs from other stages.
+The rank runs whole steps in the order of the plan's schedule. It never waits, because no input is
+late. The planner adds the waits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron.adaptive.training.pretrain import expected_error, prepare_process
 from megatron.adaptive.transport.stand_in import ExpectedInput
 
 WARM_UP = 2
-"""Number of steps that are not measured. The first one also makes the state of the optimizer."""
+"""Number of steps that are not measured. The first step also creates the optimizer state."""
 MEASURED = 4
 """Number of measured steps."""
 
@@ -48,11 +49,11 @@ class TrialRequest:
 
     Attributes:
         model_arguments: Arguments of the trainer for the model and its precision.
-        plan_arguments: Arguments of the trainer that stand for the plan.
+        plan_arguments: Arguments of the trainer that describe the plan.
         world_size: Number of ranks of the job.
         rank: Global rank to run.
-        stage_work: Operations of a forward pass of each stage, in any unit. A run-time rule's order
-            of actions is simulated with times in proportion to them.
+        stage_work: Number of operations in each stage's forward pass, in any unit. A run-time
+            rule's order of actions is simulated with times proportional to these numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
         kinds: Kinds of layers to measure alone, after the rank.
         last: Kind of the last layer.
@@ -75,11 +76,11 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
         Memory and times of the rank, and the content of a profile file with the layers.
 
     Raises:
-        ConfigError: The settings cannot be run so, or the rank needs more memory than there is.
+        ConfigError: The plan cannot be run, or the rank needs more memory than the device has.
         DeviceMemoryError: The device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # Other ranks' parts are missing in sums, so a value that is no number means nothing.
+    # Sums lack the other ranks' parts, so a NaN in them means nothing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -150,8 +151,8 @@ class _Samples:
         optimizer_s: Time of each step's optimizer.
         busy_s: Time of each step's actions.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
-        equal_s: Times of the actions of one kind and chunk in a step, a list for each of these. The
-            parts of a weight gradient, and slices of a microbatch, are added up.
+        equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
+            weight gradient, and the slices of a microbatch, are added up.
     """
 
     num_slices: int = 1
@@ -173,10 +174,10 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the time of a kind of action for each chunk, 0 if there is none.
+        """Returns the typical time of a kind of action for each chunk, 0 if there is none.
 
-        It is the median over the steps of their mean: a step is as long as its actions together,
-        also those that something delayed.
+        This is the median over the steps of the mean time in a step. The mean includes actions that
+        were delayed, because they lengthen a step too.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
@@ -188,22 +189,22 @@ class _Samples:
 
 
 def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
-    """Builds the rank's part of the model, runs the steps and returns what was measured."""
+    """Builds the rank's part of the model, runs the steps, and returns the measurements."""
     from megatron.core import parallel_state
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
-    # A rank of the job also holds the code of the trainer's loop.
+    # Load the training loop, because a rank of the job has its code in memory too.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # the trainer does so too, and collections decide when memory is freed
+    gc.freeze()  # the trainer also does this, because collections decide when memory is freed
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
     run = build_run(job)
     if run.wiring is None:
         raise ConfigError(
-            "schedule megatron: a tried rank runs the orders of this project: try the plan with"
-            " schedule 1f1b or interleaved, which are equal"
+            "schedule megatron: a rank is tried only with this project's own schedules: try the"
+            " plan with 1f1b or interleaved, which are equal"
         )
     samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
     num_chunks = run.placement.num_chunks
@@ -223,7 +224,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
 
 def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
-    """Runs the steps; returns the measurements of those after the warm-up."""
+    """Runs the steps, and returns the measurements of the steps after the warm-up."""
     from megatron.adaptive.gpt.setup import make_loader
     from megatron.adaptive.gpt.train_step import Step
 
@@ -264,7 +265,7 @@ def _now(accelerator: device.Accelerator) -> float:
 
 
 class _FixedOrder:
-    """Makes a rank follow one order in every step, in place of a recorded one.
+    """Makes a rank run its actions in the same order in every step, like a recorded order.
 
     Args:
         order: Actions of the rank, in the order to run them.
@@ -280,10 +281,10 @@ class _FixedOrder:
 
 
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
-    """Returns the order of the rank's actions, and makes the run follow it.
+    """Returns the order of the rank's actions, and makes the run follow this order.
 
-    A run-time rule chooses by what has arrived. Its order is that of a simulated step, because
-    nothing arrives here by itself.
+    A run-time rule would choose actions by the inputs that have arrived. No inputs arrive in a
+    trial, so the order is that of a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)

@@ -26,13 +26,13 @@ PREFIX = "megatron_adaptive_"
 """Beginning of the name of every metric."""
 
 TOKEN_VARIABLE = "MEGATRON_ADAPTIVE_METRICS_TOKEN"
-"""Environment variable with the bearer token that a visitor of the endpoint must send."""
+"""Environment variable with the bearer token that a client of the endpoint must send."""
 
 _WRITE_S = 5.0
 """Minimum time in seconds between two writes of the file."""
 
 _VISITOR_S = 5.0
-"""Maximum time in seconds in which a visitor must send its request."""
+"""Maximum time in seconds in which a client must send its request."""
 
 
 class _Gauges:
@@ -57,11 +57,11 @@ class _Gauges:
             self._by_name[name].set(number)
 
     def write(self, path: Path) -> None:
-        """Replaces a file by the present values, in one move."""
+        """Replaces a file with the current values atomically."""
         self._package.write_to_textfile(str(path), self.registry)
 
     def application(self) -> Callable[..., Iterable[bytes]]:
-        """Returns the WSGI application that answers with the present values."""
+        """Returns the WSGI application that answers with the current values."""
         application: Callable[..., Iterable[bytes]] = self._package.make_wsgi_app(self.registry)
         return application
 
@@ -123,7 +123,7 @@ class PrometheusFile(Logger):
             self._gauges.write(self._path)
         except OSError as error:
             raise ConfigError(
-                f"--prometheus-file {self._path} cannot be written ({error.strerror}): name a file"
+                f"--prometheus-file {self._path} cannot be written ({error.strerror}): pass a file"
                 " in a folder that this user may write"
             ) from None
         self._due_s = 0.0
@@ -157,7 +157,7 @@ def _is_loopback(host: str) -> bool:
 def _guarded(
     application: Callable[..., Iterable[bytes]], token: str
 ) -> Callable[..., Iterable[bytes]]:
-    """Returns the application behind a check of the bearer token; unchanged without a token."""
+    """Adds a check of the bearer token to an application. Without a token, it is unchanged."""
     if not token:
         return application
     expected = f"Bearer {token}".encode()

@@ -21,7 +21,7 @@ _CURVES_S = 5.0
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    It uses a file that tolerates write errors, because TensorBoard's own writer stops for good once
+    The event file tolerates write errors, because TensorBoard's own writer stops permanently once
     the disk is full.
     """
 
@@ -51,7 +51,7 @@ class TensorBoard(Logger):
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
         except OSError as error:
             raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
+                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): pass a folder "
                 "that this user may write"
             ) from None
         self._file.begin()
