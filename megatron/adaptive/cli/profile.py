@@ -142,7 +142,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: the trainer builds only GPT and Llama models; measure the"
+            f"--model {options.model}: the trainer builds GPT and Llama models alone; measure the"
             " pieces of this model yourself and pass the times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)

@@ -275,8 +275,7 @@ def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candi
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints each schedule's step time, speed-up over the first schedule, bubble and peak
-    memory."""
+    """Prints each schedule's step time, speed-up over the first one, bubble and peak memory."""
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:

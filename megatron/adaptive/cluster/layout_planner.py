@@ -112,7 +112,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
     if not clusters:
         raise ConfigError(
             f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which lists the nodes and"
-            " links: pass one as well; see docs/planner.md"
+            " links: name one too; see docs/planner.md"
         )
     if len(clusters) > 1:
         raise ConfigError(
