@@ -66,7 +66,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
                 typed = _typed_flag(name, argv)
                 raise ConfigError(
                     f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
-                    f" {size}: leave it out"
+                    f" {size}: remove it"
                 )
     if (folder := values.get("load_lora")) is not None:
         implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
@@ -80,7 +80,7 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Returns, for each linear layer of megatron-core, its names in ``transformers``.
+    """Maps each linear layer of megatron-core to its names in ``transformers``.
 
     A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
     matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
@@ -99,10 +99,10 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Returns, for each linear layer of megatron-core, which of its parts get an adapter.
+    """Maps each linear layer of megatron-core to one boolean per part: whether it gets an adapter.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
-    :func:`linear_names`. Linear layers without any adapter are left out.
+    :func:`linear_names`. The result has only linear layers with at least one adapter.
 
     Raises:
         ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.

@@ -134,7 +134,7 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> Verdict | None:
-    """Checks that file and trainer agree on scaling the chosen experts' weights to a sum of 1.
+    """Checks that file and trainer agree whether chosen experts' weights are scaled to a sum of 1.
 
     Args:
         value: Whether the file says that the weights are scaled.

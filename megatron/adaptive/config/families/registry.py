@@ -1,4 +1,4 @@
-"""Finds the family of a model, among the families of this folder and users' own.
+"""Finds the family of a model, among the families of this folder and users' own families.
 
 Also lists how unsupported models differ from supported families, for error messages.
 """
@@ -23,7 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features that unsupported models have and supported families lack, if no key shows the feature.
+# Features of unsupported models that no supported family has, and that no key in the file shows.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
