@@ -213,7 +213,7 @@ def _core() -> Check:
     version = core_version()
     if version is None:
         mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
-        return _check("megatron-core", "it is not there", mend, is_error=True)
+        return _check("megatron-core", "not installed", mend, is_error=True)
     mend = "keep one: take the checkout off PYTHONPATH, or pip uninstall megatron-core"
     text = shadowed_copies()
     return _check("megatron-core", text or version, mend if text else "")
@@ -282,8 +282,8 @@ def _names() -> Iterator[Check]:
     if all(is_loopback(address) for address in addresses):
         text += " here: gloo would listen at an address that no other node reaches"
         mend = (
-            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
-            "job submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+            f"remove {host} from the loopback's line in /etc/hosts; run_master.sh, run_worker.sh"
+            " and job submit set GLOO_SOCKET_IFNAME; without these, set it yourself"
         )
     yield _check("host name", text, mend)
 
@@ -340,7 +340,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
     except asyncio.TimeoutError:
-        text = f"nobody reached port {port} within {limit_s:g} s"
+        text = f"no node reached port {port} within {limit_s:g} s"
     finally:
         server.close()
     mend = "start doctor with the same --master-addr on another node; open the port in the firewall"

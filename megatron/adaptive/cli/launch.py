@@ -198,9 +198,9 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
-        "the host unreachable; on one machine give --standalone, else another port, and open it and"
-        " all above 1023 between the nodes in the firewall; doctor --master-addr HOST on both"
-        " nodes checks the connection"
+        "the host unreachable; on one machine pass --standalone; otherwise use another port, and"
+        " open it and all ports above 1023 between the nodes in the firewall; doctor --master-addr"
+        " HOST on both nodes checks the connection"
     )
 
 

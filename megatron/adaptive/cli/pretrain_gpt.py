@@ -252,7 +252,7 @@ def run(
     """Runs a program as one process of a job, and reports an expected error as one line.
 
     Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
-    installs its own signal handlers, Ctrl-C ends the process without a traceback.
+    installs its own signal handlers, Ctrl-C kills the process without a traceback.
 
     Args:
         argv: Arguments for the program; ``None`` for the arguments of the process.
@@ -298,7 +298,9 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
+        raise ConfigError(
+            f"{argv[0]} is not an argument of this command, which prints all flags; remove it"
+        )
     print(flags_markdown(), end="")
     return 0
 

@@ -80,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=count, default=1, metavar="N", help=text)
     add("--slots", type=count, metavar="N", help="processes of this node (one per GPU)")
     add("--name", metavar="NAME", help="name of this node in the job (its host name)")
-    add("--address", metavar="HOST", help="address at which other nodes reach this one")
+    add("--address", metavar="HOST", help="address at which other nodes reach this node")
     for name, dest, default, text in (
         ("--join-within", "join_s", 60.0, "time for machines to answer at the start"),
         ("--wait", "wait_s", 600.0, "time to wait for more machines if no layout fits"),
-        ("--stop-within", "stop_s", 600.0, "time for ranks to end a step and save"),
+        ("--stop-within", "stop_s", 600.0, "time for ranks to finish a step and save"),
         ("--plan-within", "plan_s", 10.0, "time for a plan, after which a simple rule decides"),
     ):
         text = f"{text} ({default:g})"
@@ -220,17 +220,17 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
     if options.checkpoint is None:
         raise ConfigError(
             f"train elastic: {reason}: name the folder of its checkpoints with --checkpoint DIR, or"
-            " say --runs trainer"
+            " pass --runs trainer"
         )
     if options.on_failed_probe == "exclude":
         raise ConfigError(
-            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: leave it out,"
-            " or say --runs trainer"
+            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: remove it,"
+            " or pass --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: leave"
-            " it out, or say --runs trainer"
+            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: remove"
+            " it, or pass --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
@@ -271,7 +271,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
-                " --plan-with FILE, or leave it out"
+                " --plan-with FILE, or remove --unequal"
             )
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser

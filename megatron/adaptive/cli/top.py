@@ -313,7 +313,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
 
 
 def _bar(rank: LiveRank) -> Text:
-    """Draws a rank's step time as a bar: computation, waits by cause, and the rest."""
+    """Draws a rank's step time as a bar: computation, waits by cause, and remaining time."""
     text = Text()
     if rank.busy is None:
         return text

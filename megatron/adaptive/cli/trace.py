@@ -93,7 +93,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws one iteration in the order it ran. ``visualize_trace.py`` also calls this.
+    """Draws the actions of one iteration as they ran. ``visualize_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -126,7 +126,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N), name the collective that does not end and the late ranks.",
+        "(names end with trace_rank_N), name the collective that hangs and the late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument

@@ -228,8 +228,8 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
     reason = ""
     is_down = False
     for request, count in otlp_requests(run):
-        # After a failure the others are dropped, so that a collector that is down is not asked
-        # again for every batch.
+        # After a failure, drop all later batches, so that each batch does not wait again for a
+        # collector that is down.
         if not is_down:
             answer = _post(url, request, limit_s)
             is_down = answer.is_failure

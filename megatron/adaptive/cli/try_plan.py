@@ -118,7 +118,7 @@ def _read(options: argparse.Namespace) -> _Trial:
     asked = options.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
-            f"--world-size {asked}: {path} is for {world_size} processes: leave it out, or plan for"
+            f"--world-size {asked}: {path} is for {world_size} processes: remove it, or plan for"
             f" {asked}"
         )
     placed = sum(

@@ -209,7 +209,7 @@ class Listener:
     def _admit(self, sealed: SealedSocket) -> None:
         try:
             self._loop.call_soon_threadsafe(self._begin, sealed)
-        except RuntimeError:  # the event loop has ended
+        except RuntimeError:  # the event loop is closed
             sealed.socket.close()
 
     def _begin(self, sealed: SealedSocket) -> None:

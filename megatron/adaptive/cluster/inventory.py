@@ -6,7 +6,7 @@ Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file `
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
 
-GPUs are sampled through NVML (NVIDIA's management library) if available. When a node ends
+GPUs are sampled through NVML (NVIDIA's management library) if available. When a node exits
 normally, its last line also contains ``"ended": true``. If the samples stop without such a line,
 the node was lost.
 """
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
 
 
 ENDED = "ended"
-"""Key that marks the last sample of a node that ended normally."""
+"""Key that marks the last sample of a node that exited normally."""
 _PERIOD_S = 5.0
 
 

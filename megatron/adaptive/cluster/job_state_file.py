@@ -49,7 +49,7 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names with commas; shortens a long list to its first names and a count of the rest."""
+    """Joins names with commas; shortens a long list to its first names and the number of others."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"

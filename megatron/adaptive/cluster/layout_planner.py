@@ -481,7 +481,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # Processes on one host share its memory, so divide the host's memory by their present number.
+    # Processes on one host share its memory, so divide the host's memory by their current number.
     processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
         processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])

@@ -411,20 +411,20 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status = "lost"
-                node.why = f"did not end its ranks within {_KILL_S:g} s"
+                node.why = f"did not stop its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+            f"the ranks did not exit within {self._spec.stop_s:g} s of {running.stopping}"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout is better for the present nodes."""
+        """Asks the ranks to save and exit if another layout is better for the present nodes."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -709,7 +709,7 @@ class Participant:
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        say("the manager of the job is lost: looking for another")
+        say("the manager of the job is lost: looking for another manager")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

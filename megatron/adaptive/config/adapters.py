@@ -184,7 +184,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
         ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
     """
     path = folder / ADAPTER_CONFIG
-    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
+    document = read_json(path, "pass a folder that save_pretrained of PEFT wrote")
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: its peft_type is not LORA, the only supported type")
     for key, value in document.items():

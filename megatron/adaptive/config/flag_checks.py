@@ -1,7 +1,7 @@
 """Checks that settings fit each other.
 
 Most checks are lines of a table, whose notation is described in
-:mod:`~megatron.adaptive.config.flag_rules`; the others are functions. Every error message names the
+:mod:`~megatron.adaptive.config.flag_rules`; other checks are functions. Every message contains the
 values, what is wrong, and what to change. Checks of a single value (ranges, choices) are declared
 with the fields, and pairs of flags that exclude each other are in ``arguments.py``. Nothing here
 changes a setting. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
@@ -540,5 +540,5 @@ def _require_writable(flag: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
         raise ConfigError(
-            f"{flag} {folder} cannot be written ({reason}): name a folder that this user may write"
+            f"{flag} {folder} cannot be written ({reason}): use a folder that this user can write"
         ) from None

@@ -216,7 +216,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; equals that of query heads unless queries are grouped."""
+        """Number of key and value heads; without grouped queries, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
@@ -381,7 +381,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(read_text(path, "name a file of flags"), comments=True)
+            return shlex.split(read_text(path, "pass a file of flags"), comments=True)
         except ValueError as error:
             raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)

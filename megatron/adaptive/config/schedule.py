@@ -279,8 +279,8 @@ class ScheduleConfig:
         "otherwise loop",
     )
     repartition: str = flag(
-        "Move layers, with their optimizer state, from slow ranks to others between two steps if "
-        "measured times predict a gain.",
+        "Move layers, with their optimizer state, from slow ranks to other ranks between two steps "
+        "if measured times predict a gain.",
         "off",
         choices=("off", "auto"),
     )

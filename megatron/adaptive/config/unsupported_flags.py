@@ -93,7 +93,7 @@ this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
-SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
+on SIGTERM, SIGINT and SIGUSR1 the run saves and exits; drop the flag
     exit-signal
 torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
