@@ -47,7 +47,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts an exception to an ``AdaptiveError``, or returns ``None`` if it is a bug."""
+    """Converts an expected exception to an ``AdaptiveError``; returns ``None`` for a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):

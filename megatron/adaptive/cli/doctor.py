@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Checks this node, or all ranks of a job with ``--probe``, and prints the findings.
 
     Returns:
-        1 if something is missing that a run needs, or if the probe found an outlier, else 0.
+        1 if something that a run needs is missing, or if the probe found an outlier; otherwise 0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",

@@ -212,7 +212,7 @@ def _worker(argv: Sequence[str]) -> int:
     for name in changes:
         if name not in _NODE_SETTINGS:
             raise ConfigError(
-                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; the rest is conf.sh's"
+                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; conf.sh sets the others"
             )
     named = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT
@@ -475,7 +475,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for workers to confirm the answer; returns the hosts that do not."""
+    """Waits a few seconds until workers confirm the answer; returns hosts that did not confirm."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)

@@ -154,9 +154,11 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
     """Returns the kinds of layers to measure.
 
+    MoE layers for other expert-parallel sizes than ``spreads`` are omitted.
+
     Args:
         model: Model whose layers are measured.
-        spreads: Numbers of ranks that the experts of a layer are spread over.
+        spreads: Expert-parallel sizes: numbers of ranks that share the experts of a layer.
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}

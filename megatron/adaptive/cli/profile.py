@@ -155,7 +155,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
+                f"--tp {width}: heads and feed-forward width of {model.name} are not multiples;"
                 f" use {model.max_tp} or one of its divisors"
             )
     try:

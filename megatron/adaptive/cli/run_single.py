@@ -136,9 +136,9 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run: a new folder, or with ``--resume`` that of the latest run.
+    """Returns the folder of the run: a new folder, or the latest run's folder with ``--resume``.
 
-    If the folder is new, the link ``latest`` is set to it.
+    Sets the link ``latest`` to a new folder.
     """
     latest = runs / "latest"
     if options.resume:

@@ -635,7 +635,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches; no line if all are equal."""
+    """Returns a line about the lengths of the step's microbatches; no line for equal lengths."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]

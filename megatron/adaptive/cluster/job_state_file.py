@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Text that ends the description of a layout whose ranks only measure the model."""
+"""Last words of the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 

@@ -278,7 +278,7 @@ class Membership:
             OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        # asyncio's default watcher would start a thread for each child process.
+        # The default child watcher of asyncio would start a thread for each child process.
         if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())

@@ -226,7 +226,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     if not is_list or not modules or any("," in name or not name for name in modules):
         raise ConfigError(
             f"{where}: target_modules {modules!r} is no list of names, no regular expression and"
-            " not all-linear: write one"
+            " not all-linear: use one of these"
         )
     return sorted(modules)
 

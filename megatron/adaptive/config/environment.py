@@ -264,7 +264,7 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Reads a variable as a number; raises ConfigError if it is not one, or out of range."""
+    """Reads a variable as a number; raises ConfigError if it is not a number or out of range."""
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS

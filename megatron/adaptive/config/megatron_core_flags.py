@@ -314,7 +314,7 @@ else:
     )
 
 UNKNOWN_DEFAULTS = frozenset(setting.name for setting in _SETTINGS if not setting.is_literal)
-"""Names of the settings whose default is no literal in megatron-core, such as float("inf")."""
+"""Names of the settings whose default in megatron-core is not a literal, such as float("inf")."""
 
 LATENT_SETTINGS = tuple(
     setting.name

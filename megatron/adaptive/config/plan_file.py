@@ -40,7 +40,7 @@ _SETTINGS = (
     "sequence_slices",
     "activation_cap",
 )
-"""Keys of a plan that are also variables of ``conf.sh``, there in capitals."""
+"""Keys of a plan that are also variables of ``conf.sh``. The variables' names are in capitals."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",

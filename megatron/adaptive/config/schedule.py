@@ -51,7 +51,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
-            f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
+            f"{text!r} is not a partition; write the layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
 
@@ -149,7 +149,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
-        raise ValueError(f"{text!r} does not give the ranks of each stage, write it as in 2-1-1")
+        raise ValueError(f"{text!r} does not give the ranks of each stage; write them as in 2-1-1")
     return widths
 
 

@@ -109,7 +109,7 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the positions of a slice's first token and after its last token."""
+        """Returns the position of a slice's first token, and the position after its last token."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
@@ -195,7 +195,7 @@ def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[i
 
 
 def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: float) -> list[float]:
-    """Returns the positions between slices of equal cost, in a row of documents.
+    """Returns the positions at which a row of documents is cut into slices of equal cost.
 
     The first ``x`` tokens of a document cost ``x + pair_cost x^2``.
 
@@ -224,7 +224,7 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
     ends = []
     before = 0
     for number, point in enumerate(points, 1):
-        # Leave room for this slice and for those after it.
+        # Leave enough blocks for this slice and for all later slices.
         first, last = before + least, blocks - (slices - number) * least
         before = min(max(math.floor(point / multiple + 1e-9), first), last)
         ends.append(before * multiple)

@@ -70,7 +70,7 @@ class TrainerConfig:
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """Whether a transformer layer has experts, for each layer."""
+        """One boolean for each transformer layer: whether the layer has experts."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:

@@ -155,7 +155,9 @@ def _instance(kind: Any, name: str) -> Family:
             raise ConfigError(f"{where}: {setting!r} is not a setting: the nearest is {nearest}")
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
-            raise ConfigError(f"{where}: outer_weights lacks {module}: add its name in your files")
+            raise ConfigError(
+                f"{where}: outer_weights lacks {module}: add the module's name in your files"
+            )
     family: Family = kind()
     return family
 
