@@ -47,7 +47,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts an exception to an ``AdaptiveError``, or returns ``None`` if it is a bug."""
+    """Converts an expected exception to an ``AdaptiveError``; returns ``None`` for a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -57,7 +57,7 @@ def expected(error: Exception) -> AdaptiveError | None:
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles a signal: prints one line and ends the process at once, without cleaning up."""
+    """Handles a signal: prints one line and exits at once, without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # the terminal may be closed
@@ -67,9 +67,9 @@ def end_at_once(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Ends the process with one line if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
+    """Prints one line and exits if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
 
-    It is meant for blocks that import modules, because an interrupt during an import may appear as
+    Use it for blocks that import modules, because an interrupt during an import may appear as
     another error. Signals that were ignored before stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,6 +1,6 @@
 """Checks whether a node is ready for a run, and suggests fixes for problems.
 
-With ``--probe`` it measures all ranks of a job, and names the slow ones::
+With ``--probe``, measures all ranks of a job, and lists the slow ranks::
 
     python -m megatron.adaptive doctor --probe                        processes on this machine
     job launch --nnodes 2 ... -m megatron.adaptive doctor --probe     all processes of all nodes
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Checks this node, or all ranks of a job with ``--probe``, and prints the findings.
 
     Returns:
-        1 if something is missing that a run needs, or if the probe found an outlier, else 0.
+        1 if something that a run needs is missing, or if the probe found an outlier; otherwise 0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",
@@ -113,9 +113,9 @@ _SIZES = (
     "expert_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
 )
-"""Names of the trainer's settings that give the layout to probe."""
-# Default secret, known to everybody. The check starts no programs and changes nothing, so it needs
-# no real secret that users would have to copy between nodes.
+"""Names of the trainer's settings that define the layout to probe."""
+# Default secret, which is public. The check starts no programs and changes nothing, so users need
+# not copy a real secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
@@ -213,7 +213,7 @@ def _core() -> Check:
     version = core_version()
     if version is None:
         mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
-        return _check("megatron-core", "it is not there", mend, is_error=True)
+        return _check("megatron-core", "not installed", mend, is_error=True)
     mend = "keep one: take the checkout off PYTHONPATH, or pip uninstall megatron-core"
     text = shadowed_copies()
     return _check("megatron-core", text or version, mend if text else "")
@@ -282,8 +282,8 @@ def _names() -> Iterator[Check]:
     if all(is_loopback(address) for address in addresses):
         text += " here: gloo would listen at an address that no other node reaches"
         mend = (
-            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
-            "job submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+            f"remove {host} from the loopback's line in /etc/hosts; run_master.sh, run_worker.sh"
+            " and job submit set GLOO_SOCKET_IFNAME; without these, set it yourself"
         )
     yield _check("host name", text, mend)
 
@@ -336,11 +336,11 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
         server = Listener(attend, secret, _PURPOSE, _ignore, port=port)
     except OSError as error:
         why = f"port {port}: {error.strerror}"
-        return [_check("other nodes", why, "take another", is_error=True)]
+        return [_check("other nodes", why, "use another port", is_error=True)]
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
     except asyncio.TimeoutError:
-        text = f"nobody reached port {port} within {limit_s:g} s"
+        text = f"no node reached port {port} within {limit_s:g} s"
     finally:
         server.close()
     mend = "start doctor with the same --master-addr on another node; open the port in the firewall"
@@ -407,8 +407,8 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
         " GPU's data sheet; start it on all nodes like training, by job launch or torchrun",
     )
     add = group.add_argument
-    add("--probe", action="store_true", help="probe all ranks; status 1 if one is an outlier")
-    text = "processes to start here if no launcher has started this one; default: one per GPU, or 2"
+    add("--probe", action="store_true", help="probe all ranks; exit status 1 if one is an outlier")
+    text = "processes to start here, without a launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
     add("--save", type=Path, metavar="DIR", help="checkpoint folder, to measure it too")
     text = f"seconds of each measurement of a rank ({_PROBE_S:g})"
@@ -426,10 +426,10 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
     Args:
         options: Parsed flags of ``doctor``.
-        argv: The same flags as they were given, for processes that are started here.
+        argv: Unparsed flags of ``doctor``, for the processes that this function starts.
 
     Returns:
-        1 if a rank, link or group is an outlier or did not answer, else 0.
+        1 if a rank, link or group is an outlier or did not answer, otherwise 0.
     """
     environment = Environment.read()
     if not environment.is_launched:
@@ -465,7 +465,8 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
     if world_size < 2:
         raise ConfigError("doctor --probe: a single rank has none to compare with; start two")
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
-    # Without a layout, a pipeline of all ranks measures a link of every rank.
+    # If the user sets no sizes, probe one pipeline of all ranks, which measures a link of each
+    # rank.
     sizes = sizes or {"pipeline_model_parallel_size": world_size}
     return ProbeLayout(
         world_size=world_size,

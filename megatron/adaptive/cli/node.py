@@ -77,14 +77,14 @@ _RETRY_S = 0.5
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SILENT_S = 5.0
-"""Time in seconds without a heartbeat after which a worker is considered gone."""
+"""Time in seconds without a heartbeat after which a worker counts as disconnected."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs this node's part of a job.
 
     Returns:
-        Exit status of the node's processes; 75 if the run saved and ended on SIGUSR1.
+        Exit status of the node's processes; 75 if the run saved and exited on SIGUSR1.
     """
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
@@ -212,7 +212,7 @@ def _worker(argv: Sequence[str]) -> int:
     for name in changes:
         if name not in _NODE_SETTINGS:
             raise ConfigError(
-                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; the rest is conf.sh's"
+                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; conf.sh sets the others"
             )
     named = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT
@@ -247,7 +247,7 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings in a master's answer that this node accepts from other nodes.
+    """Returns the settings in the master's answer that this node accepts from another node.
 
     Args:
         answered: Settings in the master's answer.
@@ -475,7 +475,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds for workers to confirm the answer; returns the hosts that do not."""
+    """Waits a few seconds until workers confirm the answer; returns hosts that did not confirm."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -505,7 +505,7 @@ async def _join_master(
 ) -> dict[str, Any]:
     """Connects to the first node (the master) as a worker, and waits for the master's answer.
 
-    It retries until the time limit, because the master may not have started yet.
+    Retries until the time limit, because the master may not have started yet.
 
     Args:
         find_master: Function that returns the master's address, ``None`` if it is not known yet. It
@@ -651,8 +651,8 @@ def _check_alone(logs: Path) -> None:
 def _new_job(logs: Path) -> str:
     """Creates the folder of a new job and returns the job's name.
 
-    It appends a number if the name is taken, because pods often have the same start time and
-    process id.
+    Appends a number if the name is taken, because pods often have the same start time and process
+    id.
     """
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{attempt}" for attempt in range(2, 100))):

@@ -41,17 +41,25 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--model", required=required, help=text)
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
     add(
-        "--profile", type=Path, nargs="+", metavar="FILE", help="measured durations, else estimates"
+        "--profile",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measured durations; without it, estimates",
     )
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="default: the best of all GPUs")
-    add("--fp8", action="store_true", help="matrix products in fp8, as --fp8-format hybrid")
+    add(
+        "--precision",
+        choices=("fp32", "fp16", "bf16"),
+        help="default: the best that all GPUs support",
+    )
+    add("--fp8", action="store_true", help="matmuls in fp8, as with --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
     text = "tokens of a sample, for a config.json; default: the model's maximum, at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
     text = "tokens of the busiest rank of experts relative to the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are kept"
+    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are stored"
     add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
     text = "fraction of each GPU's memory that plans leave free (%(default)s)"
@@ -68,7 +76,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
-        TraceError: A trace that ``--calibrate`` names is damaged.
+        TraceError: A trace given to ``--calibrate`` is damaged.
     """
     document = profile_file.load_all(options.profile) if options.profile else None
     memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
@@ -76,7 +84,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
     model = _model(options, cluster, document)
     if options.fp8:
         if document is not None or options.calibrate:
-            raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
+            raise ConfigError("--fp8: measurements are in 16 bits: drop --fp8 or the measurements")
         arguments = (*model.arguments, *FP8_FLAGS)
         model = replace(model, precision=model.precision.with_fp8(), arguments=arguments)
     if document is not None:
@@ -146,9 +154,11 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
     """Returns the kinds of layers to measure.
 
+    MoE layers for other expert-parallel sizes than ``spreads`` are omitted.
+
     Args:
         model: Model whose layers are measured.
-        spreads: Numbers of ranks that the experts of a layer are spread over.
+        spreads: Expert-parallel sizes: numbers of ranks that share the experts of a layer.
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}
@@ -160,7 +170,7 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the node type of a host on which a traced run took place."""
+    """Adds the option that sets the node type of a host of a traced run."""
     text = "node type of a host of these runs; needed if the cluster has several types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
@@ -181,7 +191,8 @@ def calibrated(
         Content of the profile. It is unchanged without ``--calibrate``.
 
     Raises:
-        ConfigError: A run lacks a necessary fact, such as a host's type, or trained another model.
+        ConfigError: A necessary fact about a run is missing, such as a host's node type, or the run
+            trained another model.
         TraceError: A trace is damaged.
     """
     if not options.calibrate:
@@ -251,7 +262,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     if not tokens:
         raise ConfigError(
             f"{folder}: {PROGRESS_NAME} next to the traces does not say how many tokens a"
-            " step had: give the folder as the trainer wrote it"
+            " step had: pass the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
     microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))

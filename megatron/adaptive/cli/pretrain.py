@@ -69,7 +69,7 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the error message that says what must be installed for ``train megatron-lm``."""
+    """Returns the error message about what must be installed for ``train megatron-lm``."""
     return (
         f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
         "train megatron-lm needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM "
@@ -118,7 +118,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a chunk of a GPT model, which megatron-core 0.17 and 0.18 leave to scripts."""
+    """Builds a model chunk of a GPT model; megatron-core 0.17 and 0.18 have no such function."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -182,7 +182,7 @@ def _transformer_config(args: Any) -> Any:
         if hasattr(candidate, "core_transformer_config_from_args"):
             return candidate.core_transformer_config_from_args(args)
     raise SetupError(
-        "this megatron.training has no core_transformer_config_from_args: use that of "
+        "this megatron.training has no core_transformer_config_from_args: install "
         "megatron-core 0.17 to 0.20"
     )
 

@@ -82,7 +82,7 @@ def rank(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains from a recipe file, as one of torchrun's processes or by starting the processes."""
+    """Trains from a recipe file; starts the processes if torchrun has not started them."""
     return run(argv, _train)
 
 
@@ -124,7 +124,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe file. If the recipe names a ``base``, merges it into that recipe."""
+    """Reads a recipe file. If it has the key ``base``, adds its settings to those of the base."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -194,9 +194,9 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags from a file in the checkpoint folder given to ``--load``.
+    """Returns the model's flags from ``model_flags.txt`` in the folder given to ``--load``.
 
-    ``hf import`` and training runs write this file.
+    ``hf import`` and training runs write this file. Without the file, returns no flags.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
@@ -210,7 +210,7 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
     """Returns the flags that make the trainer evaluate a whole text once.
 
-    It drops tokens at the end that do not fill a batch.
+    Tokens at the end of the text that do not fill a batch are not used.
 
     Args:
         data: Path of a file with JSON lines, to be tokenized into ``folder``; or prefix of existing
@@ -252,7 +252,7 @@ def run(
     """Runs a program as one process of a job, and reports an expected error as one line.
 
     Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
-    installs its own signal handlers, Ctrl-C ends the process without a traceback.
+    installs its own signal handlers, Ctrl-C kills the process without a traceback.
 
     Args:
         argv: Arguments for the program; ``None`` for the arguments of the process.
@@ -298,7 +298,9 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
+        raise ConfigError(
+            f"{argv[0]} is not an argument of this command, which prints all flags; remove it"
+        )
     print(flags_markdown(), end="")
     return 0
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         "pipeline, errors. It needs nothing but a browser.",
     )
     add = parser.add_argument
-    text = "id of the job, which is the name of its folder of logs; or that folder (newest job)"
+    text = "id of the job (the name of its log folder), or path of this folder (newest job)"
     add("job", nargs="?", help=text)
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
     add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
@@ -69,14 +69,14 @@ def _newest_job(logs: Path) -> str:
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
         raise SetupError(
-            f"no job in {searched(parents)}: name the job's folder, or the LOG_DIR of its conf.sh"
+            f"no job in {searched(parents)}: pass the job's folder, or the LOG_DIR of its conf.sh"
             " with --log-dir"
         )
     return newest.name
 
 
 MAX_POINTS = 5000
-"""Maximum number of points in a curve. Of a longer curve, evenly spaced points are drawn."""
+"""Maximum number of points in a curve. A longer curve is drawn with evenly spaced points."""
 
 MAX_MESSAGES = 200
 """Maximum number of distinct warnings and errors shown per node."""
@@ -108,7 +108,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     names = node_names(folder)
     if not names:
         raise SetupError(
-            f"job {job}: there are no logs in {folder}; give the LOG_DIR of its conf.sh with "
+            f"job {job}: there are no logs in {folder}; pass the LOG_DIR of its conf.sh with "
             "--log-dir"
         )
     lines = progress.records
@@ -235,7 +235,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each node's distinct errors and warnings with counts, and notes on omitted ones."""
+    """Returns each node's distinct messages with counts, and notes on messages that are omitted."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -268,13 +268,14 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
 
     Args:
         folder: Folder of the traces, which may be missing.
-        nodes: Name of the node of each rank, as far as known.
+        nodes: Names of the ranks' nodes, ordered by rank. It is shorter than the number of ranks if
+            some nodes are unknown.
 
     Returns:
         Content for the page (``None`` if there are no traces), and notes for the page's reader.
     """
     if not folder.is_dir():
-        return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
+        return None, ["no traces: set TRACE=true to get times of every rank and a timeline"]
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)

@@ -1,6 +1,6 @@
 """``train single``: prepares data, trains and draws a chart, on one machine in one command.
 
-In a checkout, ``run_single.sh`` calls it.
+In a checkout, ``run_single.sh`` calls this program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _SIZES = {
     "tensor_parallel": (1, "tensor-parallel ranks of each stage"),
     "data_parallel": (1, "copies of the pipeline"),
 }
-"""Options for the sizes of the run: default and help text. The example script reads them too."""
+"""Options for the sizes of the run, each with its default and help text.
+
+The example script gets the values in environment variables of the same names in capitals.
+"""
 
 _FIXED_STAGES = {
     "--partition",
@@ -45,7 +48,7 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer that forbid moving layers between stages during the run."""
+"""Options of the trainer with which layers cannot move between stages during the run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,10 +82,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Renamed(argparse.Action):
-    """Refuses the former name of an option, and says the present one."""
+    """Refuses the old name of an option with an error that contains the new name."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        """Raises the error, because the option was given."""
+        """Raises the error. argparse calls this method if the old option is given."""
         raise ConfigError("--schedule is now --pipeline-schedule")
 
 
@@ -99,11 +102,15 @@ def _parser() -> CommandParser:
         text = f"{text} ({default})"
         add(*flags, dest=name, type=count, default=default, metavar="N", help=text)
     names = selectable_names()
-    text = f"order of actions in the pipeline (adaptive): {', '.join(names)}"
+    text = f"pipeline schedule (adaptive): {', '.join(names)}"
     both = ("--pipeline-schedule", "--pipeline_schedule")
     add(*both, dest="schedule", default="adaptive", choices=names, metavar="NAME", help=text)
     add("--schedule", action=_Renamed, help=argparse.SUPPRESS)
-    add("--resume", action="store_true", help="continue the latest run instead of starting one")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the latest run instead of starting a new run",
+    )
     add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"
     add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
@@ -114,8 +121,8 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
     """Returns default flags for the trainer that depend on the sizes of the run.
 
     If all stages have the same number of layers, the first and the last stage take longer, because
-    they also compute the embedding and the loss. So the flags let the trainer move layers after it
-    has measured the stages, unless the user sets a partition.
+    they also compute the embedding and the loss. The flags therefore let the trainer move layers
+    after it has measured the stages, unless the user's own flags fix the stages.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -129,9 +136,9 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run: a new folder, or with ``--resume`` that of the latest run.
+    """Returns the folder of the run: a new folder, or the latest run's folder with ``--resume``.
 
-    If the folder is new, the link ``latest`` is set to it.
+    Sets the link ``latest`` to a new folder.
     """
     latest = runs / "latest"
     if options.resume:
@@ -146,8 +153,8 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
         _point(latest, run.name)
     except OSError as error:
         raise SetupError(
-            f"cannot make the run's folder {runs / name}: {error.strerror}; name another with "
-            "--runs-dir"
+            f"cannot create the run's folder {runs / name}: {error.strerror}; pass another folder"
+            " to --runs-dir"
         ) from error
     return run
 
@@ -207,7 +214,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         env=environment,
         start_new_session=True,
         cwd=WORK_FOLDER,
-        # If this process is killed, the job saves a checkpoint and ends.
+        # If this process is killed, the job saves a checkpoint and exits.
         preexec_fn=ending_with_this_process(signal.SIGTERM),
     )
 

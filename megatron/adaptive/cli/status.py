@@ -38,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
     """Prints the state of a job.
 
     Returns:
-        1 if the job makes no progress, or a node was lost or reported an error; else 0.
+        1 if the job makes no progress, or a node was lost or reported an error; otherwise 0.
     """
     parser = CommandParser(prog=f"{PROGRAM} job status", description="Report the state of a job.")
     add = parser.add_argument
-    add("job", help="id of the job, which is the name of its folder of logs")
+    add("job", help="id of the job, which is the name of its log folder")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
-    add("--follow", action="store_true", help="print again every 5 s until it has ended")
+    add("--follow", action="store_true", help="print again every 5 s until the job has ended")
     add("--json", action="store_true", help="print JSON; with --follow a line each time")
     options = parser.parse_args(argv)
     while True:
@@ -168,7 +168,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns (name, requested value, effective value) of each setting whose values differ."""
+    """Returns name, requested value and effective value of each setting whose values differ."""
     has_rampup = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -180,7 +180,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if a line reports an error or a warning, else empty text."""
+    """Returns ``error`` or ``warning`` if a line reports one of these, otherwise an empty text."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 
@@ -226,7 +226,7 @@ def tail(path: Path) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields all lines of a file, none if the file is missing."""
+    """Yields all lines of a file; yields no lines if the file is missing."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -450,7 +450,7 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 def slurm_state(job: str) -> SlurmState:
     """Returns Slurm's state of a job; for a heterogeneous job, the state of its first part.
 
-    It asks ``squeue`` first, because ``sacct`` may be out of date.
+    Asks ``squeue`` first, because ``sacct`` may be out of date.
     """
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],

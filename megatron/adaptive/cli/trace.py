@@ -93,7 +93,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws one iteration in the order it ran. ``visualize_trace.py`` also calls this.
+    """Draws the actions of one iteration as they ran. ``visualize_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -109,7 +109,7 @@ def visualize(argv: Sequence[str]) -> int:
 def diagnose_run(argv: Sequence[str]) -> int:
     """Prints the causes that slow a run, or the calls on which it hangs; returns the exit status.
 
-    A folder with dumps of torch's flight recorder is one of a job that hangs.
+    If the folder contains dumps of torch's flight recorder, the job is assumed to hang.
     """
     from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
     from megatron.adaptive.trace.diagnose.cause import built_in_causes, find_cause
@@ -126,7 +126,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N), name the collective that does not end and the late ranks.",
+        "(names end with trace_rank_N), name the collective that hangs and the late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument
@@ -160,8 +160,8 @@ def _answer(
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
         find: Function that analyzes a run, given the run, its iterations and the parsed flags.
-        find_other: Function that analyzes a folder with other files than traces, and returns
-            ``None`` for traces.
+        find_other: Function that analyzes a folder with files other than traces. It returns
+            ``None`` if the folder contains traces. ``None`` if only traces are supported.
     """
     help_text = "print the result as JSON instead of text"
     parser.add_argument("--json", action="store_true", help=help_text)
@@ -203,7 +203,7 @@ def compare(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("before", type=Path, metavar="A", help="folder of the first run or its traces folder")
     add("after", type=Path, metavar="B", help="folder of the second run or its traces folder")
-    limit = "most that a step of B may be slower, as in 3%% or 0.03 (default: no limit)"
+    limit = "maximum slowdown of a step of B, as in 3%% or 0.03 (default: no limit)"
     add("--fail-above", type=_share, metavar="SHARE", help=limit)
     add("--json", action="store_true", help="print the result as JSON instead of text")
     arguments = parser.parse_args(argv)
@@ -240,7 +240,7 @@ def import_run(argv: Sequence[str]) -> int:
         "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
         "per rank), or spans of Megatron-LM; see docs/reference/traces.md"
     )
-    ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
+    ranks = "number of pipeline ranks, for profiles; a stage's ranks must have consecutive numbers"
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help=source)
     add("--pipeline", type=count, metavar="P", help=ranks)
@@ -308,7 +308,7 @@ def _show(
 
 
 def _without_ending(name: str, views: Sequence[View]) -> str:
-    """Returns a file's name without the ending of a view, ``.json`` or ``.txt``."""
+    """Returns a file's name without a view's file ending, ``.json`` or ``.txt``."""
     endings = {".txt", ".json", *(v.ending for v in (*built_in_views().values(), *views))}
     present = [end for end in endings if name.endswith(end) and len(end) < len(name)]
     return name.removesuffix(max(present, key=len, default=""))
@@ -374,7 +374,7 @@ def _chosen_iterations(
 ) -> tuple[int, ...] | None:
     """Returns the iterations that the user chose with flags; ``None`` if there is no such flag.
 
-    If some of the chosen iterations are complete, incomplete ones are left out.
+    If some of the chosen iterations are complete, the result contains only these.
 
     Args:
         run: Traced run.
@@ -465,7 +465,7 @@ def _report(selection: ViewInput) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns figures on the experts in an iteration, empty if the trace has none.
+    """Returns figures about the experts in an iteration; empty without MoE layers.
 
     ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
     is the time in milliseconds for which each rank exchanged tokens with other ranks.
@@ -483,25 +483,29 @@ def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
 
 
 def _layers(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of each layer in an iteration, empty if the trace has none."""
+    """Returns the times of each layer in an iteration; empty if no layers were traced."""
     figures = layer_figures(run, iteration)
     return {"layers": [asdict(of_layer) for of_layer in figures]} if figures else {}
 
 
 def _collectives(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of each kind of collective, empty if the trace has none."""
+    """Returns the times of each kind of collective; empty if no collectives were traced."""
     figures = collective_figures(run, iteration)
     return {"collectives": [asdict(of_kind) for of_kind in figures]} if figures else {}
 
 
 def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns the times of the longest kinds of kernels, empty if none were recorded."""
+    """Returns the times of the longest kinds of kernels; empty if no kernels were recorded."""
     figures = kernel_figures(run, iteration)[:_MOST_KERNELS]
     return {"kernels": [asdict(of_name) for of_name in figures]} if figures else {}
 
 
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
-    """Returns a table of the longest kernels as lines of text, empty without any."""
+    """Returns a table of the longest kernels as lines of text.
+
+    If kernels were recorded only in other iterations, returns a line that lists these iterations.
+    Without any kernels, returns no lines.
+    """
     figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
     if not figures:
         recorded = sorted({step.iteration for rank in run.ranks for step in read_steps(run, rank)})
@@ -523,7 +527,7 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
 
 
 def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[str]:
-    """Returns a table of the kinds of collectives as lines of text, empty without any."""
+    """Returns a table of the kinds of collectives as lines of text; empty without collectives."""
     if not figures:
         return []
     rows = [_COLLECTIVE_COLUMNS]
@@ -545,7 +549,7 @@ def _collective_lines(figures: list[CollectiveFigures], step_ms: float) -> list[
 
 
 def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
-    """Returns a table of the layers as lines of text, empty without layers."""
+    """Returns a table of the layers as lines of text; empty if no layers were traced."""
     if not figures:
         return []
     rows = [_LAYER_COLUMNS]
@@ -631,7 +635,7 @@ def _report_lines(selection: ViewInput) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches, no line if all are equal."""
+    """Returns a line about the lengths of the step's microbatches; no line for equal lengths."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]
@@ -662,7 +666,7 @@ def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[lis
 def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Returns the cells of the table that divides each rank's step time into parts.
 
-    It leaves out parts that take no time on any rank, except ``busy``.
+    Omits parts that take no time on any rank, except ``busy``.
     """
     parts = [rank["parts_ms"] for rank in ranks]
     shown = [

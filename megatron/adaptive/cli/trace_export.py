@@ -5,10 +5,10 @@
     python -m megatron.adaptive trace export runs/latest --otlp spans.jsonl
     python -m megatron.adaptive trace export runs/latest --otlp http://127.0.0.1:4318
 
-A file has a request per line, as the file exporter of OpenTelemetry's collector writes it. A
-collector gets the same requests over HTTP. Steps, forwards, backwards, messages and optimizer have
-the names that Megatron-LM gives its spans. The spans of a step are children of its span, and all
-steps of a rank belong to one trace.
+A file has one request per line, in the format of the file exporter of OpenTelemetry's collector. A
+collector gets the same requests over HTTP. The spans of steps, forwards, backwards, messages and
+the optimizer have the same names as in Megatron-LM. The span of a step is the parent of all spans
+in the step, and all steps of a rank belong to one trace.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _request(
 
 
 def _facts(run: RunTrace, trace: RankTrace) -> dict[str, Any]:
-    """Returns the attributes of a rank's resource; sizes have Megatron-LM's names."""
+    """Returns the attributes of a rank's OTLP resource; sizes have the names of Megatron-LM."""
     header = trace.header
     replicas = len({t.header.dp_rank for t in run.ranks.values()})
     tensor = len({t.header.tp_rank for t in run.ranks.values()})
@@ -134,7 +134,7 @@ def _facts(run: RunTrace, trace: RankTrace) -> dict[str, Any]:
 
 
 def _spans(run: RunTrace, rank: int, trace: RankTrace) -> Iterator[dict[str, Any]]:
-    """Yields the spans of a rank, those of a step after the step's own."""
+    """Yields the spans of a rank. The span of a step comes before all spans in the step."""
     unix_ns = _unix_offset_ns(run, trace)
     trace_id = _id(16, run.run, rank)
     for iteration in trace.iterations:
@@ -192,7 +192,7 @@ def _details(span: Span) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns attributes in the JSON form of OTLP, where whole numbers are texts."""
+    """Returns attributes in the JSON form of OTLP, in which integers are strings."""
     return [
         {
             "key": key,
@@ -208,7 +208,7 @@ def _url(target: str) -> str:
     """Returns the address to which requests are sent.
 
     Raises:
-        ConfigError: The target is no URL of HTTP.
+        ConfigError: The target is not an HTTP URL.
     """
     parts = urllib.parse.urlsplit(target)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -228,8 +228,8 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
     reason = ""
     is_down = False
     for request, count in otlp_requests(run):
-        # After a failure the others are dropped, so that a collector that is down is not asked
-        # again for every batch.
+        # After a failure, drop all later batches, so that each batch does not wait again for a
+        # collector that is down.
         if not is_down:
             answer = _post(url, request, limit_s)
             is_down = answer.is_failure
@@ -257,7 +257,7 @@ class _Answer:
     Attributes:
         is_failure: Whether no span was accepted.
         refused: Number of spans that the collector refused.
-        reason: Reason of both, for the user; empty if all spans were accepted.
+        reason: Reason for the failure or for refused spans; empty if all spans were accepted.
     """
 
     is_failure: bool = False

@@ -5,8 +5,8 @@
     python -m megatron.adaptive transport --check          checks two processes on this machine
     torchrun ... -m megatron.adaptive transport --check    checks all nodes, a process on each
 
-It tries each possible transport between two ranks for about two seconds. A table shows whether each
-transport works, its latency and bandwidth, and the reason if it is not possible.
+The check tries each transport between two ranks for about two seconds. A table shows whether the
+transport works, its latency and bandwidth, and otherwise the reason why it does not work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the check; rank 0 prints the table.
 
     Returns:
-        1 if the transport that a run would use does not work, else 0.
+        1 if the transport that a run would use does not work, otherwise 0.
     """
     options = _parser().parse_args(argv)
     if not options.check:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} transport",
-        description="Check what can connect the ranks of a pipeline, and how fast.",
+        description="Check which transports connect the ranks of a pipeline, and their speed.",
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
@@ -99,7 +99,7 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         raise ConfigError("transport: a single rank has no peer; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
-    # A launcher ends all ranks as soon as one has failed, so print before another rank can end.
+    # A launcher kills all ranks as soon as one has failed, so print before another rank can exit.
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
     check.close()

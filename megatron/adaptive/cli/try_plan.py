@@ -1,4 +1,4 @@
-"""``plan --try``: runs one rank of a plan on the device at hand, and stores what is measured."""
+"""``plan --try``: runs one rank of a plan on this machine, and adds measurements to the plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Trial:
     Attributes:
         path: Path of the plan file.
         content: Content of the plan file.
-        flags: Flags of the trainer that stand for the plan.
+        flags: Flags of the trainer that correspond to the plan.
         model: Model of the plan.
         rank: Global rank to try.
         world_size: Number of ranks of the plan.
@@ -56,7 +56,7 @@ class _Trial:
 
     @property
     def pp_rank(self) -> int:
-        """Position of the rank in the pipeline, which is the outermost axis of the mesh."""
+        """Pipeline rank of the rank to try. The pipeline is the outermost axis of the mesh."""
         pipeline: int = self.content["degrees"].get("pipeline", 1)
         return self.rank // (self.world_size // pipeline)
 
@@ -65,12 +65,14 @@ def try_plan(options: argparse.Namespace) -> int:
     """Runs a rank of the plan, prints its memory and times, and adds them to the plan file.
 
     Raises:
-        ConfigError: The plan cannot be tried so, or its rank needs more memory than there is.
-        SetupError: The process of the rank ended without a result.
+        ConfigError: An option or the plan file is not suitable for a trial, or the rank needs more
+            memory than the device has.
+        SetupError: The process of the rank exited without a result.
     """
     trial = _read(options)
     former = tried_ranks(trial.content, str(trial.path))
-    # Memory and order of the rank do not depend on the device's name, which is not known yet.
+    # The rank's memory and order of actions do not depend on the device's name, so use a
+    # placeholder until the rank reports the name.
     cluster = cluster_of(trial.content, "here")
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
@@ -102,7 +104,7 @@ def try_plan(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan and checks what is to be tried of it."""
+    """Reads the plan and checks that the requested rank can be tried."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
@@ -112,11 +114,11 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     world_size = world_size_of(content)
     if world_size is None:
-        raise ConfigError(f"{path}: degrees.data is missing: say how many replicas there are")
+        raise ConfigError(f"{path}: degrees.data is missing: add the number of replicas")
     asked = options.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
-            f"--world-size {asked}: {path} is for {world_size} processes: leave it out, or plan for"
+            f"--world-size {asked}: {path} is for {world_size} processes: remove it, or plan for"
             f" {asked}"
         )
     placed = sum(
@@ -133,7 +135,7 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     name = options.model or str(content.get("model"))
     if options.model is None and name not in preset_names():
-        raise ConfigError(f"{path}: its model {name} has no known sizes: give --model")
+        raise ConfigError(f"{path}: the sizes of its model {name} are not known: pass --model")
     model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
     if not model.arguments:
         raise ConfigError(
@@ -150,7 +152,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request to the rank's process, as ``training.try_rank.TrialRequest`` has it."""
+    """Returns the request to the rank's process: the fields of ``try_rank.TrialRequest``."""
     model = trial.model
     stages = []
     begin = 0
@@ -171,7 +173,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
-    """Runs the rank in a process of its own; returns its measurements, and a profile of layers."""
+    """Runs the rank in a separate process; returns its measurements and a profile of its layers."""
     say(f"rank {trial.rank} of {trial.world_size} runs alone; this takes some steps")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -186,16 +188,16 @@ def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str
         raise ConfigError(f"{trial.path}: {lines[-1].removeprefix(_ERROR)}")
     if process.returncode < 0:
         raise SetupError(
-            f"{trial.path}: the process of rank {trial.rank} was ended by signal"
-            f" {-process.returncode}, perhaps as memory ran out: try a rank that needs less, or run"
-            " on a larger device"
+            f"{trial.path}: the process of rank {trial.rank} was killed by signal"
+            f" {-process.returncode}, perhaps because memory ran out: try a rank that needs less"
+            " memory, or run on a larger device"
         )
     sys.stderr.write(process.stderr)
     raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
-    """Returns the planned and the measured values of the rank as text."""
+    """Formats the planned and the measured values of the rank as a table."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
     planned_memory = f"{memories[trial.pp_rank] / 1e9:.2f} GB" if memories else "-"
@@ -218,7 +220,7 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
     note = (
-        "The other ranks do not exist: messages and collectives cost nothing here, and the step is"
-        "\nthat of the pipeline with these times."
+        "No other ranks run, so messages and collectives cost nothing here. The step of the job is"
+        "\npredicted for the whole pipeline from these times."
     )
     return "\n".join([*aligned(rows, 1), "", note])

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", action="store_true", help="also print every run")
     add("--json", action="store_true", help="print JSON")
     add_input_arguments(parser, required=False)
-    group = parser.add_argument_group("settings of the runs that their traces do not contain")
+    group = parser.add_argument_group("settings of the runs, which traces do not contain")
     add = group.add_argument
     add("--recompute", choices=RECOMPUTE, default="none", help="setting of the runs (%(default)s)")
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
@@ -129,7 +129,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 def _compared(
     traces_by_run: Mapping[str, Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Predicts each run's step time; returns it with the measured step time and the plan."""
+    """Predicts each run's step time; returns predicted and measured step time with the plan."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(

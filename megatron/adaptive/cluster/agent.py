@@ -1,9 +1,9 @@
-"""Runs one node's part in a job: connects to the manager, and starts and signals ranks for it.
+"""Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
 If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
 manager then makes the job save, starts the next layout without this node, and releases the agent.
-When the agent ends or loses its connection, it kills the node's ranks, because the manager could no
-longer end them.
+When the agent exits or loses its connection, it kills the node's ranks, because the manager could
+no longer stop them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 class Agent:
-    """Runs one node's part in the job.
+    """Runs one node of the job.
 
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
         port: Port at which the manager listens.
         secret: Secret by which agents and the manager authenticate each other.
-        work: Script and arguments of this node's ranks. They limit what the manager may order.
+        work: Script and arguments of this node's ranks. The node refuses to run any other script
+            for the manager.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Object that keeps snapshots of the training state; ``None`` makes one. An object
-            made here ends with this process.
-        silence_s: Time in seconds without any message after which the manager is considered lost.
+        keeper: Object that keeps snapshots of the training state. ``None`` to create a keeper that
+            lives as long as this process.
+        silence_s: Time in seconds without a message after which the manager is considered lost.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Agent:
         self._slots = slots
         self._keeper = keeper or SnapshotKeeper(own_address(None, address, alone=True))
         self.status: int | None = None
-        """Exit status that the manager ordered when it released the agent, ``None`` otherwise."""
+        """Exit status that the manager sent when it released the agent, ``None`` before that."""
         self.why = ""
         """Reason that the manager gave for releasing the agent; may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal received that announces the loss of this node, ``None`` before that."""
+        """First signal that announced the loss of this node, ``None`` before any signal."""
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
-        self._checks: set[str] = set()  # keys of the checks of devices that are running
+        self._checks: set[str] = set()  # keys of the device checks that are running
 
     @classmethod
     def from_input(cls) -> Agent:
@@ -98,11 +99,11 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is for the manager of a job, which starts agents with it; leave it out"
+                "--agent is only for the manager of a job, which starts agents with it; remove it"
             ) from None
 
     async def run(self) -> None:
-        """Follows the manager's orders until it releases the agent or the connection ends.
+        """Handles the manager's requests until it releases the agent or the connection ends.
 
         Raises:
             SetupError: The manager cannot be reached or refuses this node.
@@ -118,7 +119,7 @@ class Agent:
         finally:
             loop.remove_signal_handler(signal.SIGINT)  # Keep the handlers of ``_NOTICES``.
             assert self._orders is not None
-            self._orders.close()  # makes the forkserver kill its ranks and end
+            self._orders.close()  # makes the forkserver kill its ranks and exit
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forkserver.wait(), _END_S)
             if forkserver.returncode is None:
@@ -138,7 +139,7 @@ class Agent:
             ) from None
         except OSError as error:
             raise SetupError(
-                f"node {self._name} does not reach the manager of the job at {self._address}:"
+                f"node {self._name} cannot reach the manager of the job at {self._address}:"
                 f"{self._port} ({error.strerror or error}): open this port, and all above 1023"
                 " between the nodes, in the firewall"
             ) from None
@@ -213,7 +214,7 @@ class Agent:
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares to store snapshots of new ranks; returns environment variables for the ranks."""
+        """Prepares the keeper for snapshots of new ranks; returns their environment variables."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -227,7 +228,7 @@ class Agent:
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
 
     def _start(self, message: Mapping[str, Any]) -> None:
-        """Starts the processes that a message orders."""
+        """Starts the processes that the manager requests in a message."""
         program = message.get("program", "script")
         unknown = sorted(set(message) - _START_KEYS)
         added = {} if unknown else self._prepare(message.get("copies"))
@@ -239,9 +240,9 @@ class Agent:
             self._start_rank(rank, added, program, unknown)
 
     def _end_checks(self) -> None:
-        """Ends checks of devices that are still running, because they would disturb ranks.
+        """Kills device checks that are still running, because they would slow the ranks down.
 
-        The manager no longer waits for a check that hangs.
+        Only a check that hangs can still be running. The manager no longer waits for its result.
         """
         for key in self._checks:
             self._order(signal=int(signal.SIGKILL), key=key)
@@ -292,8 +293,8 @@ class Agent:
                     self._ended(values["ended"], values["status"])
                 elif "ready" in values:
                     self._link.send("ready")
-        # The forkserver has ended, so no rank can start on this node. Close the connection, so that
-        # the manager continues without this node.
+        # The forkserver has exited, so no rank can start on this node. Close the connection, so
+        # that the manager continues without this node.
         await self._link.close()
 
     def _notice(self, number: int) -> None:

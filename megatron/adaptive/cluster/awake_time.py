@@ -36,7 +36,7 @@ class AwakeClock:
         self._stopped_s = 0.0
 
     def now_s(self) -> float:
-        """Returns the present time in seconds, minus the time for which the process was stopped."""
+        """Returns the current time in seconds, minus the time for which the process was stopped."""
         now_s = self._clock()
         gap_s = now_s - self._read_s
         self._read_s = now_s

@@ -30,9 +30,9 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Time in seconds without a message, after which an agent that the manager started gives up.
+"""Time in seconds without a message after which an agent started by the manager exits.
 
-It is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+The limit is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
 """
 
 
@@ -113,8 +113,8 @@ class Connection:
         Skips heartbeats.
 
         Args:
-            silence_s: Time in seconds without a message, after which the other side counts as lost.
-                Heartbeats are messages, too.
+            silence_s: Time in seconds without a message after which the other side counts as lost.
+                Heartbeats count as messages.
         """
         while True:
             try:
@@ -209,7 +209,7 @@ class Listener:
     def _admit(self, sealed: SealedSocket) -> None:
         try:
             self._loop.call_soon_threadsafe(self._begin, sealed)
-        except RuntimeError:  # the event loop has ended
+        except RuntimeError:  # the event loop is closed
             sealed.socket.close()
 
     def _begin(self, sealed: SealedSocket) -> None:

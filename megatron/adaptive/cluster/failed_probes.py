@@ -1,20 +1,21 @@
-"""Leaves out nodes that fail a probe of the running job, and takes them back when they pass again.
+"""Excludes nodes that fail a probe of the running job, and uses them again when they pass.
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
-``exclude`` a node that failed is left out, unless no layout fits without it. Then the node is
-measured alone, at growing intervals, until it reaches the figures that it missed::
+``exclude``, such a node gets no ranks, unless no layout fits without the node. The excluded node is
+then measured alone, at growing intervals, until it reaches the figures that it missed::
 
-    probe fails ──> left out ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
+    probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 
-A node with a slow link cannot measure that alone. It stays left out until it joins again, for
-example because its line is removed from the machines file and added again.
+A single node cannot measure the link to another node. A node with a slow link therefore stays
+excluded until it joins again, for example because the user removes its line from the machines file
+and adds the line again.
 
-Heat and other programs may slow a node only while it trains. It then passes alone and fails in the
-job, and each change of layout costs a start. So the interval is not reset when a node passes, but
-only when it joins again.
+Heat or other programs may slow a node only while it trains. The node then passes alone and fails in
+the job, and each change of layout costs a restart of the ranks. The interval is therefore reset
+only when the node joins again, not when it passes.
 
-The decision is the manager's alone: a node cannot leave itself out, and ranks only report figures.
-Another manager that takes over the job knows nothing of it, and uses all nodes again.
+Only the manager excludes nodes: ranks report figures, and a node cannot exclude itself. If another
+manager takes over the job, it does not know which nodes were excluded, and uses all nodes again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.profiling.failed_nodes import FailedNode
 
 _FIRST_WAIT_S = 5.0
-"""Time in seconds after which a node that is left out is measured for the first time."""
+"""Time in seconds after which an excluded node is measured for the first time."""
 _MOST_WAIT_S = 600.0
 
 
@@ -38,10 +39,10 @@ class FailedProbes:
     """Handles the nodes of a job that fail a probe.
 
     Args:
-        policy: Reaction to such a node: ``report`` or ``exclude``.
-        stragglers: Object that chooses layouts, and knows which nodes are left out.
-        members: Nodes of the job. When a node passes again, an event ``passed`` is put into their
-            queue.
+        policy: Reaction to a node that fails a probe: ``report`` or ``exclude``.
+        stragglers: Object that chooses layouts and stores which nodes are excluded.
+        members: Nodes of the job. When a node passes again, an event ``passed`` is put into the
+            queue of this object.
         in_use: Function that returns the names of the nodes that run ranks.
     """
 
@@ -64,10 +65,11 @@ class FailedProbes:
     async def handle(
         self, failed: Sequence[FailedNode], running: RunningRanks, nodes: Sequence[Node]
     ) -> str:
-        """Reports nodes that failed, and leaves them out if the policy says so.
+        """Prints the nodes that failed, and excludes them if the policy is ``exclude``.
 
         Args:
-            failed: Nodes that failed a probe in this incarnation.
+            failed: Nodes that failed a probe in this incarnation, with the figures that they
+                missed.
             running: Ranks of the incarnation.
             nodes: Nodes that are present, in the order in which they get ranks.
 
@@ -102,25 +104,26 @@ class FailedProbes:
             task.cancel()
 
     def passed(self, name: str) -> None:
-        """Uses a node again that has passed its check.
+        """Uses a node again after it has passed its check.
 
         Args:
-            name: Name of the node that the event ``passed`` names.
+            name: Name of the node in the event ``passed``.
         """
         self._checks.pop(name, None)
         self._handled.pop(name, None)
         self._stragglers.take_back(name)
 
     async def close(self) -> None:
-        """Ends all checks."""
+        """Cancels all checks that are still running."""
         for task in self._checks.values():
             task.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     def _is_handled(self, name: str, running: RunningRanks) -> bool:
-        """Returns whether a node's failure needs no reaction.
+        """Returns whether a node's failure was handled already.
 
-        Whether a layout fits without the node may be different in the next incarnation.
+        With the policy ``exclude``, a failure is handled again in each incarnation, because a
+        layout without the node may fit by then.
         """
         number = self._handled.get(name)
         if number is None or self._policy == "report":
@@ -136,7 +139,8 @@ class FailedProbes:
         """Measures a node again and again until it passes or is no longer present."""
         name = failed.node
         while True:
-            # A node that passes and then fails in the job again waits longer each time.
+            # Double the wait each time, also for a node that passes and then fails in the job
+            # again.
             wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
             self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
             await asyncio.sleep(wait_s)
@@ -150,7 +154,7 @@ class FailedProbes:
                 return
 
     async def _passes(self, node: Node, failed: FailedNode) -> bool:
-        """Returns whether all devices of a node reach the figures that it missed."""
+        """Returns whether all devices of a node now reach the figures that the node missed."""
         for local_rank in range(node.slots):
             self._count += 1
             order = {

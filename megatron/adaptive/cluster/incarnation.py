@@ -1,6 +1,6 @@
-"""Describes the program that a job's ranks run, the node of each rank, and how ranks ended.
+"""Describes the program that a job's ranks run, the node of each rank, and how ranks exited.
 
-An incarnation is one layout of the job, from the start of its ranks to the end of the last one. A
+An incarnation is one layout of the job, from the start of its ranks until the last rank exits. A
 job runs either this project's trainer or the user's script with a ``Pipeline``:
 
 ==================  ================================  ==========================================
@@ -57,7 +57,8 @@ class Program(ABC):
     def check(self) -> None:
         """Checks that ranks can resume from the folder of checkpoints.
 
-        Accepts checkpoints that contain pickles; the ranks refuse them later if not allowed.
+        Accepts checkpoints that contain pickles. If the user has not allowed pickles, the ranks
+        refuse such checkpoints later.
 
         Raises:
             CheckpointError: The folder contains checkpoints, but none is intact.
@@ -87,16 +88,16 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns why a job needs another incarnation, although its ranks ended without failures.
+        """Returns why a job needs another incarnation although its ranks exited without failures.
 
         Returns an empty text if the job is finished.
 
         Args:
-            before: Progress that the ended ranks wrote.
+            before: Progress that the ranks wrote.
             statuses: Exit statuses of the ranks.
 
         Raises:
-            SetupError: The ranks ended without training, or built another model at each start.
+            SetupError: The ranks exited without training, or built another model at each start.
         """
         return ""
 
@@ -174,7 +175,7 @@ class ScriptProgram(Program):
             self._measured += 1
             if self._measured > _MOST_MEASURED:
                 raise SetupError(
-                    f"{self._name} gave another model, sample or settings at each of"
+                    f"{self._name} built another model, sample or settings at each of"
                     f" {_MOST_MEASURED} starts: build the same Pipeline at every start"
                 )
             return "the model was measured"
@@ -210,12 +211,12 @@ ProbePolicy = Literal["report", "exclude"]
 """Reaction to a node that fails its probe: report it, or exclude the node until it passes."""
 
 NodeProgram = Literal["script", "restore", "check"]
-"""Program that a manager may order a node to run: the script of the job, the program that restores
-snapshots, or the one that measures a node that failed its probe."""
+"""Program that a manager may ask a node to run: the script of the job, the program that restores
+snapshots, or the program that measures a node that failed its probe."""
 CHECK_S = 120.0
-"""Time limit in seconds for a manager that waits until a node has measured a device."""
+"""Time in seconds for which a manager waits until a node has measured a device."""
 _CHECK_LIMIT_S = 110
-"""Time in seconds after which the node ends the measurement of a device."""
+"""Time in seconds after which the node kills the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
@@ -253,9 +254,9 @@ class JobSpec:
         machines: Path of the machines file, ``None`` if nodes join by themselves.
         nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
         join_s: Time limit in seconds for nodes to join before the first start.
-        wait_s: Time in seconds to wait for more nodes when no layout fits the present ones.
+        wait_s: Time in seconds to wait for more nodes if no layout fits the present nodes.
         stop_s: Time limit in seconds for ranks to finish the current step and save a checkpoint.
-        max_restarts: Maximum number of consecutive failures without a new checkpoint.
+        max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
         address: Address of the manager's machine for other machines, ``None`` to detect it.
         copy_every: Number of steps between copies of the training state in memory, 0 for no copies.
         copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
@@ -305,13 +306,13 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """Defines what a node runs, and so limits what a manager can order it to run.
+    """Defines what a node runs, and refuses all other requests of the manager.
 
     Attributes:
         script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
-        checkpoints: Folder of checkpoints. Orders may only name paths inside this folder, and paths
-            that the arguments contain.
+        checkpoints: Folder of checkpoints. A request may contain only paths inside this folder and
+            paths that occur in ``arguments``.
     """
 
     script: str
@@ -319,7 +320,7 @@ class NodeWork:
     checkpoints: str
 
     def order(self, rank: Mapping[str, Any], program: NodeProgram) -> dict[str, Any]:
-        """Converts the manager's request for a process into an order to the node's forkserver.
+        """Converts the manager's request for a process into a command for the node's forkserver.
 
         The script and the working folder are those of this node, never the manager's choice.
 
@@ -328,20 +329,22 @@ class NodeWork:
             program: Program to run.
 
         Raises:
-            SetupError: The request names a program, a variable or a path that is not allowed.
+            SetupError: The request contains a program, a variable or a path that is not allowed.
         """
         key = rank["key"]
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
-            raise SetupError(f"the manager set {others[0]}, which is none of its variables")
+            raise SetupError(f"the manager set {others[0]}, which it is not allowed to set")
         scripts = {
             "script": self.script,
             "restore": str(Path(snapshot_restore.__file__).resolve()),
             "check": str(_CHECK),
         }
         if program not in scripts:
-            raise SetupError(f"the manager ordered {program!r}: run the same version on all nodes")
+            raise SetupError(
+                f"the manager requested {program!r}: run the same version on all nodes"
+            )
         if program == "restore":
             paths = [parse_json(arguments[0])["checkpoints"]]
         else:
@@ -389,11 +392,12 @@ class RunningRanks:
         folder: Folder into which the ranks write their progress.
         where: Maps the key of each rank to the name of the rank's node. Keys have the form
             ``incarnation/rank``, and are ordered by rank.
-        statuses: Exit statuses of the ranks that have ended, by the rank's key.
-        stopping: Reason why the ranks were asked to save and end, empty if they were not asked.
-        fault: Description of the first failure. It is replaced if a signal from outside, noticed
-            later, turns out to be the cause.
-        has_kill: Whether ``fault`` describes a signal from outside.
+        statuses: Exit statuses of the ranks that have exited, by the rank's key.
+        stopping: Reason why the ranks were asked to save and exit, empty if they were not asked.
+        fault: Description of the first failure; empty without a failure. If it turns out later that
+            a rank was killed by a signal from outside the job, that signal replaces the
+            description.
+        has_kill: Whether ``fault`` describes a signal from outside the job.
         gone: Description of the first node whose loss or departure ended a rank; may be empty.
         deadline_s: Time in seconds on the manager's clock at which remaining ranks are killed.
             ``None`` for no deadline.
@@ -414,22 +418,23 @@ class RunningRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Returns the keys of the ranks that have not ended."""
+        """Returns the keys of the ranks that have not exited."""
         return set(self.where) - set(self.statuses)
 
     def record_fault(
         self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
     ) -> None:
-        """Records a failure, and sets the deadline by which the other ranks must have ended.
+        """Records a failure, and sets the deadline by which the other ranks must have exited.
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time in seconds on the manager's clock when the other ranks must have ended.
-            kill: Whether a signal from outside ended a rank. The signal is recorded as the cause
-                even if the failure of another rank, which lost its peer, was noticed first.
+            deadline_s: Time in seconds on the manager's clock by which the other ranks must exit.
+            kill: Whether a rank was killed by a signal from outside the job. The signal is recorded
+                as the cause even if the failure of another rank, which lost its peer, was noticed
+                first.
             gone: Description of the node's loss or departure, if that caused the failure. It is
-                recorded even after other failures: ranks that cannot reach the node may end before
-                the node is known to be lost.
+                recorded even after other failures, because ranks that cannot reach the node may
+                exit before the node is known to be lost.
         """
         self.gone = self.gone or gone
         if not self.fault or (kill and not self.killed and not self.has_kill):
@@ -450,7 +455,7 @@ def ended_well(status: int) -> bool:
 
 
 def how_ended(status: int) -> str:
-    """Describes in words how a process with this exit status ended."""
+    """Describes in words how a process with this exit status exited."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
     return f"ended with status {status}"
@@ -480,7 +485,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 def rank_orders(
     arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Returns, by node name, the requests with which each node is asked to start its ranks.
+    """Returns the requests to start ranks, by the name of the node that gets them.
 
     Each request has the environment variables that torchrun would set. The script is not part of a
     request, because each node's :class:`NodeWork` defines it.

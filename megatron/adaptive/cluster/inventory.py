@@ -6,7 +6,7 @@ Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file `
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
 
-GPUs are sampled through NVML (NVIDIA's management library) if available. When a node ends
+GPUs are sampled through NVML (NVIDIA's management library) if available. When a node exits
 normally, its last line also contains ``"ended": true``. If the samples stop without such a line,
 the node was lost.
 """
@@ -74,7 +74,7 @@ def resolve(host: str) -> str:
 def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that set the network interface of gloo and NCCL.
 
-    Leaves out variables that are already set in ``environment``.
+    Omits variables that are already set in ``environment``.
     """
     if interface is None:
         return {}
@@ -84,7 +84,7 @@ def interface_variables(interface: str | None, environment: Mapping[str, str]) -
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that make gloo use the loopback interface.
 
-    Returns none if ``environment`` already sets an interface.
+    The result is empty if ``environment`` already sets an interface for gloo.
     """
     loopback = interface_of("127.0.0.1")
     if loopback is None or environment.get(_READERS[0]):
@@ -118,7 +118,7 @@ def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) ->
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Returns the RDMA ports of this node, an empty list if it has no RDMA device."""
+    """Returns the RDMA ports of this node; the list is empty if the node has no RDMA device."""
     ports = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
 
 
 ENDED = "ended"
-"""Key that marks the last sample of a node that ended normally."""
+"""Key that marks the last sample of a node that exited normally."""
 _PERIOD_S = 5.0
 
 

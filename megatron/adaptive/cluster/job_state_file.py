@@ -3,8 +3,8 @@
 ::
 
     <checkpoints>/elastic/state.json                          written by the manager, atomically
-    <checkpoints>/elastic/epoch-3-<manager>/progress.jsonl    written by the manager's third
-                                                              incarnation (layout) of the job
+    <checkpoints>/elastic/epoch-3-<manager>/progress.jsonl    written by the ranks in the third
+                                                              layout (incarnation) of a manager
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Text that ends the description of a layout whose ranks only measure the model."""
+"""Last words of the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
@@ -49,7 +49,7 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names with commas; shortens a long list to its first names and a count of the rest."""
+    """Joins names with commas; shortens a long list to its first names and the number of others."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
@@ -80,7 +80,7 @@ class Incarnation:
         layout: Description of the layout as text.
         processes: Number of processes.
         nodes: Names of the nodes, ordered by rank.
-        reason: Reason why the previous incarnation ended, or ``start``.
+        reason: Reason why the previous incarnation ended; ``start`` for a job's first incarnation.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
         lost_steps: Number of steps that were already done and have to be repeated.
         source: Text about the origin of the training state. It is ``start``, ``checkpoint``,
@@ -111,7 +111,8 @@ class Incarnation:
     def begun_at(self, iteration: int | None) -> None:
         """Corrects the record if the ranks resumed from another iteration than ``resumed``.
 
-        The ranks may have found a newer checkpoint on the nodes' own disks, or a damaged one.
+        Ranks resume from a later iteration if the nodes' own disks hold a newer checkpoint, and
+        from an earlier one if the newest checkpoint is damaged.
 
         Args:
             iteration: Iteration from which the ranks resumed, ``None`` if not known yet.
@@ -183,7 +184,7 @@ class IncarnationProgress:
         saving_s: Time in seconds for which training was blocked by the last checkpoint.
         copies: Description of the state copies in memory, empty if not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, without the first step.
-        slow: Ranks that the diagnosis reported as slow, from the first report to the last.
+        slow: Ranks that the diagnosis reported as slow, oldest report first.
         failed: Nodes that failed the last probe.
     """
 
@@ -374,7 +375,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
             if not isinstance(state.get(name, kind()), kind):
                 raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
     if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
-        raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged (a list entry is no object)")
     written = state.get("format", _FORMAT)  # Older versions wrote no format.
     if written != _FORMAT:
         raise ConfigError(

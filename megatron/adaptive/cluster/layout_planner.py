@@ -4,7 +4,7 @@
 
     --plan-with cluster.yaml   node types, links between nodes, speeds from data sheets
     --plan-with profile.json   measured speeds
-    slowness of a node         factor by which layers take longer on the node than on its type
+    slowness of a node         factor by which layers take longer than expected for its node type
 
 The plan sets the parallel sizes, the number of layers per stage, the microbatch size and the
 recomputation. Settings that affect the losses are kept. These are the global batch size, the
@@ -111,13 +111,13 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
             )
     if not clusters:
         raise ConfigError(
-            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
-            " links there are: name one too; see docs/planner.md"
+            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which lists the nodes and"
+            " links: name one too; see docs/planner.md"
         )
     if len(clusters) > 1:
         raise ConfigError(
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
-            " one cluster; leave one out"
+            " one cluster; pass only one"
         )
     profile = profile_file.merge(profiles) if profiles else None
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
@@ -170,8 +170,8 @@ class Planning:
         for name in _CHOSEN:
             if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
-                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
-                    " them out"
+                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; remove one of"
+                    " the two flags"
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
@@ -179,15 +179,15 @@ class Planning:
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
                 f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
-                f" planner of {PLAN_WITH} does not know it; leave one of them out"
+                f" planner of {PLAN_WITH} does not support it; remove one of the two flags"
             )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
         self._model = arguments_model(arguments, "model", attention=attention)
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
-                f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
-                f" changes its layout can move dense layers only; leave {PLAN_WITH} out"
+                f"{PLAN_WITH} with MoE layers or multi-token prediction: a job that changes its"
+                f" layout can move only dense layers; do not use {PLAN_WITH} here"
             )
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
@@ -203,7 +203,7 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no"
-                " hosts: name the nodes of all types but one, so that each node is known"
+                " hosts: list the hosts of all types but one, so that each node's type is known"
             )
         self._other = others[0] if others else None
 
@@ -237,8 +237,8 @@ class Planning:
         if missing := self.unknown(offers):
             raise ConfigError(
                 f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
-                f" not in {self._where}: add to the hosts of a node type, or have one type without"
-                " hosts"
+                f" not in {self._where}: add to the hosts of a node type, or define one type"
+                " without hosts"
             )
         return offers
 
@@ -377,7 +377,7 @@ class Planning:
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples: losses stay unchanged only with"
+                f"microbatches of {plan.micro_batch} samples: to keep the losses unchanged, use"
                 f" {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)
@@ -481,7 +481,7 @@ def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Run
         node_kind(type_by_host.get(host, other), count, slowness)
         for (host, slowness), count in hosts.items()
     ]
-    # Processes on one host share its memory, so divide the host's memory by their present number.
+    # Processes on one host share its memory, so divide the host's memory by their current number.
     processes_on_host: dict[NodeType, int] = {}
     for (host, _), kind in zip(hosts, kinds, strict=True):
         processes_on_host[kind] = max(processes_on_host.get(kind, 0), on_host[host])
@@ -547,13 +547,13 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 _FIRST_S = 180.0
 """Time limit in seconds for the first plan on a machine, which includes compiling the search."""
 _SEARCH = 0.5
-"""Fraction of a plan's time limit spent on the search; the rest is for its preparation."""
+"""Fraction of a plan's time limit for the search; the remaining time is for preparing it."""
 
 
 class PlannerChooser(Chooser):
     """Chooses layouts with the planner.
 
-    If the planner exceeds its time limit, the trainer's layout is chosen without a plan, as by
+    If the planner exceeds its time limit, the trainer's layout is chosen by the simple rule of
     :class:`Chooser`. A script's first layout uses all processes, to measure the model; later
     layouts are planned. Close the chooser after use.
 
@@ -589,7 +589,8 @@ class PlannerChooser(Chooser):
                 machines of the cluster file are used.
 
         Returns:
-            Reason why the check was not completed, such as the time limit; empty if it was.
+            Reason why the check was not completed, such as the time limit; empty if it was
+            completed.
 
         Raises:
             ConfigError: A file is invalid, or no plan is possible.
@@ -608,8 +609,8 @@ class PlannerChooser(Chooser):
         """Asks the planner's process for a layout on the present nodes. Blocks until it answers.
 
         Returns:
-            The layout and a list of ignored nodes for the user (may be empty). If no layout fits:
-            ``None`` and the reason.
+            The layout, and a text for the user that lists ignored nodes (empty if there are none).
+            If no layout fits, ``None`` and the reason.
         """
         try:
             layout: ParallelLayout

@@ -57,7 +57,7 @@ class ParallelLayout:
         microbatches: Number of microbatches per step that each replica of the first stage gets.
         flags: Flags of the trainer, which are appended to the user's own flags.
         places: Name of each node and maximum number of processes on it, ordered by rank. Empty to
-            use all nodes in their own order.
+            use all nodes in the manager's order.
         step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
         pace: Computing time per layer on each node, by node name, in any common unit. Empty without
             the planner.
@@ -133,15 +133,15 @@ class Chooser:
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should leave its layout for another one.
+        """Returns whether a job should change from its current layout to another one.
 
         Args:
             layout: Layout to which the job could change.
-            running: Present layout of the job.
+            running: Current layout of the job.
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # The present layout was chosen without the planner.
+        if layout.step_s is not None:  # The current layout was chosen without the planner.
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
@@ -270,9 +270,7 @@ def _unit(flags: Sequence[str]) -> int:
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
     """Yields possible pairs (number of replicas, pipeline size), best first.
 
-    Args:
-        config: The user's settings for the trainer.
-        usable: Number of tensor-parallel groups that the available processes can form.
+    usable: Number of tensor-parallel groups that the available processes can form.
     """
     per_replica = config.batch.global_batch_size // config.batch.micro_batch_size
     meant = config.parallel.pipeline_model_parallel_size

@@ -80,9 +80,11 @@ class Manager:
     Args:
         spec: Description of the job.
         chooser: Object that chooses the best layout for the nodes that are present.
-        own_machine: Machine of this process if nodes join by themselves, else ``None``. If it is
-            set, a signal removes only this node from the job, and another node becomes the manager.
-        keeper: Object with the snapshots that this node stored under the previous manager.
+        own_machine: Machine of this process if nodes join by themselves. A signal then removes only
+            this node from the job, and another node becomes the manager. ``None`` if the job has a
+            machines file.
+        keeper: Object with the snapshots that this node stored under the previous manager. ``None``
+            if it stored none.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class Manager:
     def _not_writable(self, error: OSError) -> SetupError:
         return SetupError(
             f"cannot write {error.filename or self._folder}: {error.strerror}; free space there or"
-            " name another folder with --checkpoint"
+            " pass another folder to --checkpoint"
         )
 
     async def _run(self) -> int:
@@ -244,7 +246,8 @@ class Manager:
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
-        # A running job prefers nodes whose modules are imported: their ranks start at once.
+        # Prefer nodes that have already imported the ranks' modules, because ranks start there
+        # without delay. At the first start no node has imported them yet.
         is_ready = bool(self._incarnations)
         while self._stop is None:
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
@@ -262,7 +265,9 @@ class Manager:
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
             if self._members.start_lost_again():
-                is_ready = False  # They import at the same time: do not begin with the quickest.
+                # All restarted nodes import their modules at the same time, so wait for all of
+                # them instead of using only the fastest.
+                is_ready = False
                 while self._members.are_starting and self._clock.now_s() < until_s:
                     await self._apply_all(until_s)
             else:
@@ -348,7 +353,7 @@ class Manager:
         return incarnation
 
     async def _watch(self, running: RunningRanks) -> None:
-        """Waits until each rank has ended, or the node that ran the rank is lost."""
+        """Waits until each rank has exited or its node is lost."""
         while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
@@ -360,7 +365,7 @@ class Manager:
                     name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
                     # After an event, mark only the ranks on the event's node. Ranks on another lost
-                    # node may have ended properly, with their reports still in the queue. The
+                    # node may have exited normally, with their reports still in the queue. The
                     # node's status is not checked, because the node may have joined again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
@@ -394,7 +399,7 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node is about to leave, count the rank's end as a departure, not as a failure.
+            # If the node is about to leave, count the rank's exit as a departure, not as a failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
@@ -406,20 +411,20 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status = "lost"
-                node.why = f"did not end its ranks within {_KILL_S:g} s"
+                node.why = f"did not stop its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+            f"the ranks did not exit within {self._spec.stop_s:g} s of {running.stopping}"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and end if another layout is better for the present nodes."""
+        """Asks the ranks to save and exit if another layout is better for the present nodes."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -449,8 +454,8 @@ class Manager:
         """Decides what follows an incarnation.
 
         Returns:
-            Exit status of the job, ``None`` if another incarnation follows; and the reason to start
-            that incarnation.
+            Pair of the job's exit status and the reason to start another incarnation. The status is
+            ``None`` if another incarnation follows; otherwise the reason is empty.
         """
         assert self._before is not None
         for node in list(self._members.nodes.values()):
@@ -504,7 +509,7 @@ class Manager:
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event and updates the node it concerns; ``None`` after the deadline."""
+        """Waits for an event and updates its node; returns ``None`` after the deadline."""
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -524,7 +529,7 @@ class Manager:
             self._reconsider_s = now_s
         elif event.kind == "ready":
             # The node's modules are imported, so ranks can start there without delay. Other nodes
-            # may be ready soon, so wait shortly before choosing a layout.
+            # may be ready soon, so wait a short time before choosing a layout.
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "failed":
@@ -548,7 +553,7 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Handles SIGHUP: stops the job if the terminal closed, else rereads the machines file."""
+        """Stops the job on SIGHUP if the terminal closed; otherwise rereads the machines file."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
@@ -562,7 +567,7 @@ class Manager:
             if not self._holds():
                 return
             self._members.reread_file()
-            # Ignore errors here; the next reconfiguration would report the same error.
+            # Ignore errors here, because the next reconfiguration reports the same errors.
             with contextlib.suppress(AdaptiveError, OSError):
                 self._write_state()
             if self._has_findings:
@@ -629,14 +634,14 @@ class Participant:
     """Takes part in a job as one node; :meth:`run` may be called once.
 
     The node alternates between the roles of manager and agent, in one event loop. Signal handlers
-    stay installed between the roles, so a signal at that time does not end the process silently.
+    stay installed between the roles, so that a signal at such a time does not kill the process.
 
     Args:
         spec: Description of the job.
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
         slots: Number of processes on this node, ``None`` for one per GPU.
-        is_local: True if no other machine takes part in the job.
+        is_local: Whether all nodes of the job run on this machine.
     """
 
     def __init__(
@@ -652,7 +657,7 @@ class Participant:
         self._notice: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Takes part until the job ends or this node is taken away.
+        """Takes part in the job until the job ends or this node is taken away.
 
         Returns:
             Exit status of the job; :data:`EXIT_LEFT` if this node was taken away.
@@ -682,7 +687,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as a node; returns ``None`` if its manager is lost or not ready yet."""
+        """Joins the job as an agent; returns ``None`` if the manager is lost or not ready yet."""
         agent = Agent(
             name=self._name,
             address=owner.get("address", ""),
@@ -704,7 +709,7 @@ class Participant:
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        say("the manager of the job is lost: looking for another")
+        say("the manager of the job is lost: looking for another manager")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

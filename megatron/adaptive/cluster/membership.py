@@ -134,8 +134,8 @@ RETRY_S = 10.0
 PURPOSE = "manager"
 """Label of connections between agents and the manager; both sides must use the same label."""
 PROTOCOL = 2
-"""Number of the format of messages between agents and the manager. Raise it with each change that
-another version would misunderstand. Up to 0.2, messages had no number."""
+"""Version of the message format between agents and the manager. Increase it with each change that
+another version would misunderstand. Up to version 0.2 of this package, messages had no version."""
 OTHER_VERSION = "runs another version than this node: install the same version on all nodes"
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
@@ -145,10 +145,10 @@ _SLOTS_AT_MOST = 4096
 def over_ssh(
     host: str, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """Returns the ssh command that runs Python on another machine, in the present working folder.
+    """Returns the ssh command that runs Python on another machine, in the current working folder.
 
-    Variables may be secrets. They are passed on standard input, because other users can see a
-    command line.
+    The variables are passed on standard input, because they may be secrets and other users can see
+    a command line.
 
     Args:
         host: Host name or address, in a form that ssh accepts.
@@ -278,7 +278,7 @@ class Membership:
             OSError: No port is available.
         """
         allow_files(_NODES_AT_MOST)
-        # asyncio's default watcher would start a thread for each child process.
+        # The default child watcher of asyncio would start a thread for each child process.
         if sys.version_info < (3, 12):
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
@@ -361,7 +361,7 @@ class Membership:
         ):
             say(
                 "warning: other machines cannot reach a manager that began with localhost alone;"
-                " they are left out until the job is started again"
+                " they are not used until the job is started again"
             )
             machines = tuple(machine for machine in machines if machine.is_local)
         names = {machine.name for machine in machines}
@@ -401,7 +401,7 @@ class Membership:
         Args:
             node: Node to release.
             why: Reason that is shown to the user.
-            status: Exit status with which the node's agent has to end.
+            status: Exit status with which the node's agent must exit.
         """
         node.status = "gone"
         node.why = why
@@ -413,8 +413,8 @@ class Membership:
 
         Args:
             status: Exit status with which the agents must exit.
-            hands_over: Whether another manager continues the job. Nodes that joined by themselves
-                are then not released, and look for that manager.
+            hands_over: Whether another manager continues the job. If so, nodes that joined by
+                themselves are not released, and look for the new manager.
         """
         self._is_closing = True
         if self._server is not None:
@@ -455,7 +455,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent of a machine and waits until the agent ends."""
+        """Starts the agent of a machine and waits until the agent exits."""
         arguments = ["-m", "megatron.adaptive", "train", "elastic", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""

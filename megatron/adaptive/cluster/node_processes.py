@@ -123,8 +123,8 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
-            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
-            " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are copied to"
+            " CHECKPOINT_DIR, which is not set: set it to a folder that all nodes share"
         )
     try:
         parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
@@ -172,7 +172,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Wraps a command to run in the container; not for pyxis, whose containers Slurm starts."""
+    """Wraps a command to run in the container; with pyxis, Slurm starts the container instead."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -189,7 +189,7 @@ def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``: time of this start, settings, number of processes."""
+    """Returns the text of ``run.json``: time of this start, settings and number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -202,7 +202,7 @@ def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
 
 
 EXIT_STOPPED_EARLY = 75
-"""Exit status of a run that saved and ended on SIGUSR1, for example near Slurm's time limit.
+"""Exit status of a run that saved and exited on SIGUSR1, for example near Slurm's time limit.
 
 The caller should start the run again.
 """
@@ -224,7 +224,7 @@ def run_node(
     variables: Mapping[str, str],
     echo: bool,
 ) -> int:
-    """Starts a node's processes and waits until they end.
+    """Starts a node's processes and waits until they exit.
 
     Forwards SIGINT, SIGTERM and SIGHUP to torchrun, and SIGUSR1 directly to the ranks.
 
@@ -237,7 +237,7 @@ def run_node(
         echo: Whether to also print the processes' output to the terminal.
 
     Returns:
-        Exit status; :data:`EXIT_STOPPED_EARLY` if the run saved and ended on SIGUSR1.
+        Exit status; :data:`EXIT_STOPPED_EARLY` if the run saved and exited on SIGUSR1.
 
     Raises:
         ConfigError: The log folder cannot be written.
@@ -248,8 +248,8 @@ def run_node(
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
     hidden = _secret_values(environment)
-    # Child processes inherit this. Without it, SIGUSR1 would kill a rank that has not installed its
-    # handler yet.
+    # Child processes inherit this setting. Otherwise SIGUSR1 would kill a rank that has not
+    # installed its handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
     files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
@@ -273,7 +273,7 @@ def run_node(
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
     if status == 0 and is_stopped:
-        # srun kills the job's other nodes after a non-zero status, so first give them time to end.
+        # srun kills the job's other nodes after a non-zero status, so first give them time to exit.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
@@ -296,10 +296,10 @@ def _watch_job(
     hidden: Sequence[bytes],
     echo: bool,
 ) -> tuple[int, bool]:
-    """Copies a job's output, samples its resource use and forwards signals, until the job ends.
+    """Copies a job's output, samples its resource use and forwards signals, until the job exits.
 
     Returns:
-        Exit status of the job, and whether the run saved and ended on SIGUSR1.
+        Exit status of the job, and whether the run saved and exited on SIGUSR1.
     """
     sampler = ResourceSampler(os.getpid(), samples)
     stopped = threading.Event()
@@ -365,10 +365,10 @@ def _copy(
     stopped: threading.Event,
     hidden: Sequence[bytes],
 ) -> None:
-    """Copies lines to a file, and also to a terminal if given.
+    """Copies lines to a file, and also to ``terminal`` if it is not ``None``.
 
-    Sets ``stopped`` when a line reports that the run ended on SIGUSR1. Replaces secrets by a mask:
-    a library may print one, for example in an address that it could not open.
+    Sets ``stopped`` when a line reports that the run exited on SIGUSR1. Replaces secrets by a mask,
+    because a library may print a secret, for example in an address that it could not open.
     """
     for line in source:
         for secret in hidden:
@@ -393,7 +393,7 @@ def check_files(conf: LaunchConf) -> None:
             path = Path(f"{conf.path('DATA')}{ending}")
             if not path.is_file():
                 raise ConfigError(
-                    f"DATA={conf['DATA']}: there is no file {path}; make it with python -m "
+                    f"DATA={conf['DATA']}: there is no file {path}; create it with python -m "
                     "megatron.adaptive data preprocess, or set DATA=mock"
                 )
     image = conf["IMAGE"] or ""
@@ -416,9 +416,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; set another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"LOG_DIR={folder}: this user may not write there; name another folder")
+        raise ConfigError(f"LOG_DIR={folder}: this user may not write there; set another folder")
 
 
 def check_port(port: int) -> None:

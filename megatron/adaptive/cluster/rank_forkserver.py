@@ -5,17 +5,17 @@ imports them once per node, before any rank is needed, and then forks each rank.
 one thread and opens no device. On a node with GPUs it imports only torch, because a process that
 has detected GPUs cannot be forked.
 
-The forkserver reads orders from the file descriptor named on its command line, one JSON object per
-line, and writes its answers to the same descriptor::
+The forkserver reads commands from the file descriptor given on its command line, one JSON object
+per line, and writes its answers to the same descriptor::
 
     {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": "",
-               "limit_s": 0}}          end the process after so many seconds; 0 for never
+               "limit_s": 0}}          kill the process after limit_s seconds; 0 for no limit
     {"signal": 10}                    send this signal to all ranks
     {"signal": 9, "key": "3/0"}       send this signal to one rank
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
-When the input ends, the forkserver kills all its ranks. If the forkserver itself dies, the kernel
-kills the ranks.
+When the other side closes the connection, the forkserver kills all its ranks. If the forkserver
+itself dies, the kernel kills the ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Carries out orders from a connected socket until the other side closes the socket.
+    """Executes the commands that arrive on a connected socket, until the other side closes it.
 
     Args:
         descriptor: File descriptor of the socket.
@@ -63,7 +63,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent handles these signals
     _import()
-    gc.freeze()  # else garbage collection in a rank would copy shared pages
+    gc.freeze()  # otherwise garbage collection in a rank would copy shared pages
     _Forkserver(orders).serve()
 
 
@@ -138,7 +138,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs a rank's script in the forked process, then ends the process. Never returns."""
+        """Runs a rank's script in the forked process, then exits. Never returns."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class _Forkserver:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             for end in (self._orders, self._wake, self._woken):
                 end.close()
-            # The kernel ends a process with this default action, even in a call that hangs.
+            # The default action of SIGALRM kills the process even if it hangs in a system call.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(rank.get("limit_s", 0))
             os.environ.update(rank["variables"])

@@ -65,9 +65,9 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
     Args:
         kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
-            inventory, ``needs`` lists the parts required for a complete step. Each part can be
-            provided by a copy of any rank in ``ranks``. If ``is_sent`` is false, a copy that was
-            sent by another node does not count.
+            inventory, ``needs`` lists the parts required for a complete step. Each part has the
+            entries ``ranks`` and ``is_sent``: a copy of any rank in ``ranks`` provides the part. If
+            ``is_sent`` is false, a copy that was sent by another node does not count.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -118,8 +118,8 @@ class JobSnapshots:
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: Name of the manager's own node, and the object with the node's old snapshots. The node
-            stored these under the previous manager. ``None`` if there are none.
+        kept: Name of the manager's own node, and the object with the snapshots that the node stored
+            under the previous manager. ``None`` if there are none.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns, by node name, the snapshot settings for each node that starts ranks.
+        """Returns the snapshot settings for each node that starts ranks, by node name.
 
-        Orders the other nodes to drop their copies.
+        Also asks the nodes that start no ranks to drop their copies.
 
         Args:
             epoch: Number of the incarnation.
@@ -155,7 +155,7 @@ class JobSnapshots:
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # A node without ranks has only outdated copies, so order it to drop them.
+                # A node without ranks has only outdated copies, so ask it to drop them.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
@@ -195,7 +195,7 @@ class JobSnapshots:
         return source, max(0, done - resumed)
 
     async def recover(self, limit_s: float) -> None:
-        """Writes the newest complete step as a checkpoint, if newer than the last checkpoint.
+        """Writes the newest complete step as a checkpoint if it is newer than the last checkpoint.
 
         Args:
             limit_s: Time limit in seconds for the nodes to write the checkpoint.
@@ -252,7 +252,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Orders the nodes to write a step; returns the first failure as text, or an empty text."""
+        """Asks the nodes to write a step; returns the first failure as text, or an empty text."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)
@@ -280,7 +280,11 @@ class JobSnapshots:
         return await self._run({common: assembly}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
-        """Runs the program that restores snapshots on several nodes; returns the first failure."""
+        """Runs the program that restores snapshots on several nodes.
+
+        Returns:
+            The first failure as text, empty if all programs succeeded.
+        """
         self._written += 1
 
         async def run(name: str, order: Mapping[str, Any]) -> int:

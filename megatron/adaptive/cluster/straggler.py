@@ -33,11 +33,11 @@ _LEFT_OUT = "left out: slow"
 
 
 class Stragglers:
-    """Tracks the nodes of a job that are slow or left out, and chooses layouts that suit them.
+    """Tracks which nodes of a job are slow or excluded, and chooses layouts that suit these nodes.
 
     Args:
         policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
-        chooser: Object that chooses the layout for given nodes.
+        chooser: Object that chooses the layout for a list of nodes.
         arguments: The user's arguments for the trainer.
     """
 
@@ -46,13 +46,13 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        self._aside: dict[str, str] = {}  # reason, by the name of a node that is left out
+        self._aside: dict[str, str] = {}  # reason, by the name of an excluded node
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout; uses nodes that are left out only if no layout fits without them.
+        """Chooses a layout; uses excluded nodes only if no layout fits without them.
 
-        Of several such nodes, it uses the last one that was left out first.
+        Excluded nodes are added one at a time, the most recently excluded one first.
 
         Args:
             nodes: Nodes that are present, in the order in which they get ranks.
@@ -66,11 +66,11 @@ class Stragglers:
             aside.remove(next(name for name in reversed(self._aside) if name in aside))
 
     def included(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns the nodes that are not left out."""
+        """Returns the nodes that are not excluded."""
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
-        """Leaves a node out of later layouts, unless no layout fits without it.
+        """Excludes a node from later layouts, unless no layout fits without the node.
 
         Args:
             name: Name of the node.
@@ -78,7 +78,7 @@ class Stragglers:
             nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
-            Whether the node is left out.
+            Whether the node is excluded.
         """
         others = [node for node in self.included(nodes) if node.name != name]
         if not others or await self._choose(others) is None:
@@ -87,7 +87,7 @@ class Stragglers:
         return True
 
     def take_back(self, name: str) -> None:
-        """Uses a node again that :meth:`leave_out` left out."""
+        """Uses a node again that :meth:`leave_out` excluded."""
         self._aside.pop(name, None)
 
     def joined(self, name: str) -> None:
@@ -113,8 +113,8 @@ class Stragglers:
 
         Args:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
-            running: Ranks of the incarnation. The predicted step time of their layout is changed to
-                include the slowness.
+            running: Ranks of the incarnation. The predicted step time of their layout is increased
+                to account for the slow node.
             nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
@@ -136,10 +136,10 @@ class Stragglers:
         return ""
 
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
-        """Returns how many times slower a node is than expected.
+        """Returns the factor by which a node is slower than expected.
 
-        Divides each rank's measured time by the expected time, then compares the node with the
-        median of the other nodes.
+        Divides each rank's measured time by the expected time, then divides the maximum over the
+        node's ranks by the median over the other nodes' ranks.
         """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):
@@ -205,7 +205,7 @@ class Stragglers:
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
-    """Increases a planned layout's predicted step time, as a node is slower than expected."""
+    """Increases a planned layout's predicted step time because a node is slower than expected."""
     layout = running.layout
     nodes = running.where.values()
     if layout.step_s is None:

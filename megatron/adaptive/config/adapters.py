@@ -66,7 +66,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
                 typed = _typed_flag(name, argv)
                 raise ConfigError(
                     f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
-                    f" {size}: leave it out"
+                    f" {size}: remove it"
                 )
     if (folder := values.get("load_lora")) is not None:
         implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
@@ -80,7 +80,7 @@ def _typed_flag(name: str, argv: Sequence[str]) -> str:
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Returns, for each linear layer of megatron-core, its names in ``transformers``.
+    """Maps each linear layer of megatron-core to its names in ``transformers``.
 
     A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
     matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
@@ -99,10 +99,10 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Returns, for each linear layer of megatron-core, which of its parts get an adapter.
+    """Maps each linear layer of megatron-core to one boolean per part: whether it gets an adapter.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
-    :func:`linear_names`. Linear layers without any adapter are left out.
+    :func:`linear_names`. The result has only linear layers with at least one adapter.
 
     Raises:
         ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.
@@ -184,7 +184,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
         ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
     """
     path = folder / ADAPTER_CONFIG
-    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
+    document = read_json(path, "pass a folder that save_pretrained of PEFT wrote")
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: its peft_type is not LORA, the only supported type")
     for key, value in document.items():
@@ -226,7 +226,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     if not is_list or not modules or any("," in name or not name for name in modules):
         raise ConfigError(
             f"{where}: target_modules {modules!r} is no list of names, no regular expression and"
-            " not all-linear: write one"
+            " not all-linear: use one of these"
         )
     return sorted(modules)
 

@@ -33,7 +33,7 @@ _SECONDS_PER_MINUTE = 60
 
 # Settings that exclude each other, because together they would be redundant or contradictory.
 _EXCLUSIVE = """\
-fp16 excludes bf16 | parameters have one type
+fp16 excludes bf16 | all parameters have the same data type
 train_iters excludes train_samples | the length of the run is counted in one unit
 train_iters excludes lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
     | a run counted in iterations takes no setting counted in samples
@@ -53,11 +53,12 @@ decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     excludes account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     | both give the layers of the first and last stage
 mock_data excludes data_path data_args_path train_data_path valid_data_path test_data_path
-    | samples are made up or read
-data_path excludes data_args_path | both name the data
+    | samples are either generated or read from files
+data_path excludes data_args_path | both define the data
 data_path data_args_path split excludes train_data_path valid_data_path test_data_path
     | one dataset is divided by --split, or each split has its own
-override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | one of them must win
+override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | only one schedule can be
+used
 checkpoint_activations excludes recompute_activations recompute_granularity recompute_method
     | the first is the old name of the others
 """
@@ -104,7 +105,7 @@ def parse(
         last_wins: Whether the last value of a repeated flag is used, for scripts that append the
             user's flags to their own. Otherwise a repeated flag is an error.
         needs_data: Whether the flags for data and for the tokenizer's files are required.
-        installed: Optional packages that are installed; ``None`` looks them up.
+        installed: Optional packages that are installed; ``None`` to detect them.
         settings: Values to use for settings whose flags are absent, by the names of their fields;
             ``None`` for none.
 
@@ -178,7 +179,9 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         }
         choice = chosen.pop(axis, next(iter(parts), ""))
         if choice not in parts:
-            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(parts)}; choose of them")
+            raise ConfigError(
+                f"{axis}={choice}: {where} has {', '.join(parts)}; choose one of these"
+            )
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):

@@ -16,7 +16,7 @@ PROGRAM = "python -m megatron.adaptive"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises :class:`ConfigError`, and accepts no abbreviated options.
+    """Parses arguments; raises :class:`ConfigError` for an error, and accepts no abbreviations.
 
     Args:
         complain: Function that turns argparse's message into the text of an error. By default the
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         description: Text above the list of arguments.
         epilog: Text below the list of arguments.
         formatter_class: Class that lays out the help text.
-        argument_default: Value of all arguments that are absent, ``argparse.SUPPRESS`` for none.
+        argument_default: Value of absent arguments; ``argparse.SUPPRESS`` to set no value for them.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class CommandParser(argparse.ArgumentParser):
         self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Raises an error with argparse's message and a hint, instead of ending the process.
+        """Raises an error with argparse's message and a hint. argparse itself would exit.
 
         Raises:
-            ConfigError: This method always raises it.
+            ConfigError: This method always raises this error.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
@@ -109,7 +109,7 @@ LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each flag, by its name; for a repeated flag, the last values."""
+    """Returns the values of each flag, by the flag's name; for a repeated flag, the last values."""
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:

@@ -13,9 +13,9 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 
 def folders(controller: str) -> Iterator[Path]:
-    """Iterates over the folders of this process's control groups, each up to the root.
+    """Yields the folders of this process's control groups, from each group up to the root group.
 
-    Files differ between versions 1 and 2 of control groups, so a folder may lack those that the
+    Files differ between versions 1 and 2 of control groups, so a folder may lack the file that the
     caller looks for.
 
     Args:
@@ -29,8 +29,8 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # A container may see the host's path, which does not exist here. Then only the root has
-        # files, which are those of the container's control group.
+        # A container may see the host's path, which does not exist here. Only the root then has
+        # files, and they belong to the container's control group.
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             yield group
@@ -39,7 +39,7 @@ def folders(controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Returns the lines of a file of the kernel; none if it cannot be read."""
+    """Returns the lines of a kernel file; an empty list if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

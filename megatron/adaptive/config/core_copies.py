@@ -1,7 +1,7 @@
 """Finds the copies of megatron-core on Python's path, without importing them.
 
-A Megatron-LM checkout on ``PYTHONPATH`` comes before an installed megatron-core, although
-pip shows the installed one. Python imports the first on the path.
+Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` comes before an
+installed megatron-core, although pip lists the version of the installed one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CoreCopy:
     """Describes a megatron-core on Python's path.
 
     Attributes:
-        version: Version that its ``package_info.py`` names, such as ``0.19.2``.
+        version: Version in the copy's ``package_info.py``, such as ``0.19.2``.
         folder: Folder of the package ``megatron.core``.
     """
 
@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns the copies in the order of the path, each folder once; Python imports the first."""
+    """Returns all copies in the order of Python's path, each folder once."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")
@@ -54,7 +54,10 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Returns a line about copies of other versions than the imported one; ``None`` without any."""
+    """Returns a line that lists copies with another version than the imported copy.
+
+    Returns ``None`` if there are no such copies.
+    """
     copies = core_copies()
     others = [copy for copy in copies[1:] if copy.version != copies[0].version]
     if not others:

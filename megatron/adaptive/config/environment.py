@@ -1,9 +1,9 @@
 """Reads environment variables, and lists those that are passed on to other nodes.
 
-It also finds out which optional packages are installed. Only this module reads environment
-variables; other modules get the values as an :class:`Environment`. ``train elastic`` cannot pass
-flags to a user's own script. It therefore passes its instructions, a :class:`JobOrder`, in a single
-variable.
+Only this module reads environment variables; other modules get the values as an
+:class:`Environment`. The module also detects which optional packages are installed. ``train
+elastic`` cannot pass flags to a user's own script. It therefore passes its instructions, a
+:class:`JobOrder`, in a single variable.
 
 Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
 secrets are sent through standard input; on Slurm, ``sbatch`` passes them on. Files, pages, logs and
@@ -91,7 +91,7 @@ def _is_secret_flag(name: str) -> bool:
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides secrets in a command line: in flags and variables, and user names in URLs."""
+    """Hides the values of secret flags and variables in a command line, and user names in URLs."""
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
@@ -264,7 +264,7 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Reads a variable as a number; raises ConfigError if it is not one, or out of range."""
+    """Reads a variable as a number; raises ConfigError if it is not a number or out of range."""
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS
@@ -287,11 +287,14 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of open files and connections of a job's only rank, with a margin (105 were measured)."""
+"""Number of open files and connections of the rank of a single-rank job, with a margin.
+
+105 were measured.
+"""
 _FILES_OF_PEER = 24
 """Number of additional files and connections for each further rank in a process group.
 
-A job of two ranks had 150 per rank.
+In a job of two ranks, 150 per rank were measured.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
@@ -335,12 +338,15 @@ _LEAST_SECRET = 16
 
 
 def is_first_process() -> bool:
-    """Returns whether this process is the job's first, which alone prints what all would print."""
+    """Returns whether this is the job's first process.
+
+    Only that process prints messages that would be the same on all processes.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret, or ``None`` if the user gave none.
+    """Returns the job's secret, or ``None`` if the user set none.
 
     The secret is removed from the environment of this process, so that processes that are started
     later do not inherit it.

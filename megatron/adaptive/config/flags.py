@@ -117,7 +117,8 @@ def flag(
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
         reader: Function that converts the argument's text to a value. If the text is invalid, it
             raises ``ValueError`` with the reason.
-        named_values: Numbers outside of the limits that stand for words, by word.
+        named_values: Maps each word that the flag also accepts to the number that stands for it.
+            Such a number may be outside of the limits.
         detail: Longer description that ``--help`` shows instead of ``help_text``.
     """
     options = {
@@ -195,7 +196,8 @@ class FieldSpec:
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
         reader: Function that converts the argument's text to a value. If the text is invalid, it
             raises ``ValueError`` with the reason.
-        named_values: Numbers outside of the limits that stand for words, by word.
+        named_values: Maps each word that the flag also accepts to the number that stands for it.
+            Such a number may be outside of the limits.
         detail: Longer description that ``--help`` shows instead of ``help``.
     """
 
@@ -365,7 +367,7 @@ class FieldSpec:
         return [self.name, str(self._word(value))]
 
     def _word(self, value: Any) -> Any:
-        """Returns the word that a number stands for, or the value itself."""
+        """Returns the word that stands for a number, or the value itself if there is no word."""
         return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
@@ -471,7 +473,7 @@ def _convert_base(base: type, text: str) -> Any:
 
 def _check_text(text: str) -> None:
     if not text.strip():
-        raise ValueError("the value is empty; give one or leave the flag out")
+        raise ValueError("the value is empty; give a value or drop the flag")
 
 
 def _check_size(number: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Divides layers among pipeline stages as Megatron-LM's flags say, and checks the result.
+"""Divides layers among pipeline stages according to Megatron-LM's flags, and checks the result.
 
 All layers for multi-token prediction (MTP) are on one stage, by default the last, after all
 transformer layers. Their stage needs the word embedding, like the first stage.
@@ -61,7 +61,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
             shape = f"pipeline {pipeline} x chunks" + f" {chunks}" * (chunks is not None)
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, which do not "
-                f"make up {shape}: give as many, joined by '|'"
+                f"make up {shape}: give as many stages, joined by '|'"
             )
         values["num_virtual_stages_per_pipeline_rank"] = len(stages) // pipeline
         values["partition"] = tuple(stage.count("t") for stage in stages)
@@ -183,7 +183,7 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
 
 
 def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers and stages: each a condition that is an error if true, and a message.
+    """Yields checks of layers and stages: pairs of a condition, true for an error, and its message.
 
     Args:
         config: Settings of the run.

@@ -27,8 +27,8 @@ from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunCon
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
-# Matches how megatron-core's texts state these defaults. The sentence is removed, because such a
-# flag is simply not given.
+# Matches a sentence about a default of None or False in megatron-core's docstrings. Help texts omit
+# the sentence, because by default such a flag is absent.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -102,7 +102,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses which layers are of some kind: a number n (every n-th), or ``([1]*3+[0])*2``.
+    """Parses a pattern of layers: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
 
     Returns:
         The number n, or a list with a number per layer.
@@ -314,7 +314,7 @@ else:
     )
 
 UNKNOWN_DEFAULTS = frozenset(setting.name for setting in _SETTINGS if not setting.is_literal)
-"""Names of the settings whose default only megatron-core's class knows, such as float("inf")."""
+"""Names of the settings whose default in megatron-core is not a literal, such as float("inf")."""
 
 LATENT_SETTINGS = tuple(
     setting.name

@@ -136,9 +136,7 @@ class ModelConfig:
         "Use a gated feed-forward block with GELU, approximated by a hyperbolic tangent."
     )
     openai_gelu: bool = switch("Approximate GELU by a hyperbolic tangent.")
-    add_bias_linear: bool = switch(
-        "Leave the bias out of linear layers.", off="--disable-bias-linear"
-    )
+    add_bias_linear: bool = switch("Use no bias in linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = switch(
         "Give queries, keys and values a bias even with --disable-bias-linear."
     )
@@ -218,7 +216,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; equals that of query heads unless queries are grouped."""
+        """Number of key and value heads; without grouped queries, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
@@ -251,13 +249,13 @@ class RecomputeConfig:
         "With full: number of layers of each group (uniform) or of each stage (block)."
     )
     recompute_modules: tuple[str, ...] | None = flag(
-        "With selective: modules that are recomputed.",
+        "With selective: modules to recompute.",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
         refused_choices={"moe": _NO_EXPERTS, "moe_act": _NO_EXPERTS, "shared_experts": _NO_EXPERTS},
         derived="core_attn",
     )
     distribute_saved_activations: bool = switch(
-        "With full: split kept inputs over tensor parallel ranks."
+        "With full: split the stored inputs of layers over tensor parallel ranks."
     )
 
     def __post_init__(self) -> None:
@@ -373,7 +371,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     Args:
         model: Name in :data:`MODELS`, or path of a text file with flags, in which ``#`` begins a
             comment.
-        folder: Folder to which a relative path refers.
+        folder: Folder that contains the file if ``model`` is a relative path.
 
     Raises:
         ConfigError: ``model`` is neither a known name nor a readable file.
@@ -383,7 +381,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(read_text(path, "name a file of flags"), comments=True)
+            return shlex.split(read_text(path, "pass a file of flags"), comments=True)
         except ValueError as error:
             raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)

@@ -105,9 +105,9 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Number of data-parallel replicas, which work on different samples.
 
-        If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
-        In this case, the number of microbatches per step is a multiple of it, so that all ranks of
-        a stage run equally many.
+        If stages have unequal numbers of ranks, the result is the least common multiple of these
+        numbers. The number of microbatches per step is then a multiple of the result, so that all
+        ranks of a stage run the same number of microbatches.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -169,7 +169,7 @@ class TransportConfig:
 
     transport: str = flag(
         "Transport between neighbouring ranks of the pipeline: the best one for each pair (auto), "
-        "or this one for all pairs; or your own transport as package.module:Class.",
+        "or the given one for all pairs; or your own transport as package.module:Class.",
         AUTO,
         choices=(AUTO, *TRANSPORTS),
         also_takes=_is_own_transport,
@@ -191,7 +191,7 @@ class TransportConfig:
     )
     transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
         "Time without any message, heartbeats included, after which a rank counts as lost; a rank "
-        "that was stopped for less continues.",
+        "that was stopped for a shorter time continues.",
         60.0,
         unit="SECONDS",
     )
@@ -218,7 +218,7 @@ class TransportConfig:
         derived="that of the port's IPv4 address over RoCE v2, if there is one",
     )
     rdma_mtu_bytes: int | None = flag(
-        "Largest packet of rdma.",
+        "Maximum packet size (MTU) of rdma.",
         choices=(256, 512, 1024, 2048, 4096),
         unit="BYTES",
         derived="the largest that both ports allow",
@@ -229,5 +229,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport for all pairs of ranks; ``None`` if each pair uses the best one available."""
+        """Transport for all pairs of ranks; ``None`` if each pair uses its best transport."""
         return None if self.transport == AUTO else self.transport

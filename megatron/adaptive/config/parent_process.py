@@ -1,4 +1,4 @@
-"""Ends a process when the process that started it ends, also if that one was killed."""
+"""Makes a process exit when its parent process exits, even if the parent was killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process a signal when its parent ends.
+    """Asks the kernel to send this process a signal when its parent process exits.
 
-    The setting stays when the process runs another program, and is not passed on to its children.
+    The setting survives ``exec``. Child processes do not inherit it.
 
     Args:
         number: Number of the signal.
@@ -22,16 +22,16 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def ending_with_this_process(number: int) -> Callable[[], None]:
-    """Returns a ``preexec_fn`` of ``subprocess`` for a process that ends with this one.
+    """Returns a ``preexec_fn`` for ``subprocess`` that makes the new process exit with this one.
 
     Args:
-        number: Number of the signal that the new process gets.
+        number: Number of the signal that the new process gets when this process exits.
     """
     parent = os.getpid()
 
     def prepare() -> None:
         end_with_parent(number)
-        if os.getppid() != parent:  # the parent ended before the call above
+        if os.getppid() != parent:  # the parent exited before the call above
             os._exit(1)
 
     return prepare

@@ -40,7 +40,7 @@ _SETTINGS = (
     "sequence_slices",
     "activation_cap",
 )
-"""Keys of a plan that become ``conf.sh`` variables of the same name in capitals."""
+"""Keys of a plan that are also variables of ``conf.sh``. The variables' names are in capitals."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -207,7 +207,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     needed = world_size_of(content)
     if needed is not None and needed != world_size:
         raise ConfigError(
-            f"{PLAN_FLAG} {path} is for {needed} processes, this run has {world_size}: start as"
+            f"{PLAN_FLAG} {path} is for {needed} processes, but this run has {world_size}: start as"
             " many, or plan for these nodes"
         )
     for half in ("fp16", "bf16"):

@@ -49,7 +49,7 @@ class ScheduleSpec:
             (round-robin) or ``v`` (from the first rank to the last, and back).
         prefers_v: Whether two chunks per rank are placed in a V by default.
         splits_backward: Whether weight gradients are computed by separate actions, not within the
-            backward pass. ``by default`` means: if the model's layers support it.
+            backward pass. With ``by default``, they are if the model's layers support it.
         overlaps_experts: Whether a rank may start an action while another action waits for the
             exchange of tokens with experts.
         keeps_all: Whether all, or nearly all, forward passes run before the first backward pass, so
@@ -63,15 +63,14 @@ class ScheduleSpec:
         microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank (with
             2, four ranks need 8 microbatches); 0 for no minimum.
         is_hint: Whether the schedule ``hinted`` may use this schedule's order as its preference.
-        is_auto_candidate: Whether the schedule ``auto`` tries this one.
+        is_auto_candidate: Whether the schedule ``auto`` tries this schedule.
         planned: Whether the planner considers the schedule: always (``by default``), only if the
-            user names it (``on request``), or never (``no``).
-        orders_slices: Whether a fixed order can be made for sequences that are cut into slices.
-            Rules can always choose among slices.
+            user lists it (``on request``), or never (``no``).
+        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
+            Run-time rules always do.
         torch_name: Name of the same schedule in ``torch.distributed.pipelining``; empty if there is
             none.
-        is_selectable: Whether users can select the schedule; false for the schedule that only
-            evaluation uses.
+        is_selectable: Whether users can select the schedule. False for the schedule of validation.
     """
 
     name: str
@@ -131,13 +130,13 @@ class ScheduleSpec:
             return self.function
         module, _, name = self.function.partition(":")
         loaded: Any = getattr(importlib.import_module(module), name)
-        # A function under the decorator of users' own schedules is one of this package as well.
+        # This package may decorate its functions like users do, so the object may be a spec.
         return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order matters: of two schedules that are equally fast, the first one in the table is chosen.
+# The order matters: if two schedules are equally fast, the one listed first is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",

@@ -6,13 +6,14 @@ the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1 costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
-So slices of equal length cost more towards the end, and slices of equal cost become shorter::
+Slices of equal length therefore cost more towards the end, and slices of equal cost become
+shorter::
 
     equal-length    |    |    |    |    |     4 slices
     equal-cost      |       |    |   |  |
 
-A microbatch may be one row of several documents. Its slices end anywhere: a document may lie over
-several slices, and a slice may hold several documents::
+A microbatch may be one row of several documents. A slice may end within a document, so a document
+may lie in several slices, and a slice may contain several documents::
 
     documents       |    a    | b |       c       |d| e |
     slices of T     |      |      |      |      |      |      a: 0, 1   b: 1, 2   c: 2, 3, 4
@@ -42,7 +43,7 @@ SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 LEAST_TOKENS = 16
 """Smallest number of tokens in a slice."""
 CHOSEN_SLICES = 0
-"""Value of ``--sequence-slices auto``."""
+"""Number that stands for ``--sequence-slices auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
@@ -72,7 +73,9 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 
 
 class DocumentPart(NamedTuple):
-    """Part of a document that lies in a slice; all fields are positions in the microbatch's row.
+    """Describes the part of a document that lies in a slice.
+
+    All fields are positions in the microbatch's row.
 
     Attributes:
         begin: Position of the document's first token.
@@ -94,7 +97,7 @@ class DocumentPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """Holds where a microbatch is cut.
+    """Describes where a microbatch is cut into slices.
 
     Attributes:
         ends: Position after the last token of each slice, ascending.
@@ -106,7 +109,7 @@ class Cut:
     documents: tuple[int, ...] = ()
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Returns the positions of a slice's first token and after its last token."""
+        """Returns the position of a slice's first token, and the position after its last token."""
         return (self.ends[index - 1] if index else 0), self.ends[index]
 
     def pieces(self, index: int) -> list[DocumentPart]:
@@ -124,7 +127,7 @@ class Cut:
         return pieces
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of a slice's tokens whose documents lie over several slices."""
+        """Returns the number of a slice's tokens whose documents lie in several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
@@ -134,11 +137,11 @@ class SliceRule:
     """Decides where microbatches of different lengths are cut.
 
     Attributes:
-        slices: Number of slices of each microbatch, unless ``tokens`` is given.
-        tokens: Number of tokens of each slice; ``None`` for ``slices`` slices.
+        slices: Number of slices of each microbatch. Not used if ``tokens`` is set.
+        tokens: Number of tokens of each slice; ``None`` to cut into ``slices`` slices.
         multiple: Number that divides the length of each slice.
-        pair_cost: Cost of attention per token and token of its document, relative to all else that
-            is computed for a token; 0 for slices of equal length.
+        pair_cost: Cost of attention for a pair of tokens, relative to all other work for one token.
+            A document of x tokens has x^2 pairs. 0 for slices of equal length.
         is_packed: Whether a microbatch is one row of several documents.
         varies: Whether microbatches of a step may have different numbers of slices.
     """
@@ -169,7 +172,7 @@ class SliceRule:
         return Cut(_rounded(points, width, self.multiple), closes)
 
     def most_tokens(self, width: int, longest: int) -> int:
-        """Returns a number of tokens that no slice exceeds.
+        """Returns an upper bound of the number of tokens in a slice.
 
         Args:
             width: Largest number of tokens in a row of a microbatch.
@@ -177,7 +180,7 @@ class SliceRule:
         """
         if self.tokens is not None:
             return self.tokens
-        # No token costs less than 1, and a slice costs a part of the whole row.
+        # A token costs at least 1, and each slice costs 1 / slices of the whole row.
         share = width * (1 + self.pair_cost * longest) / self.slices
         least = LEAST_TOKENS + 2 * self.multiple
         return min(width, max(least, math.ceil(share) + self.multiple))
@@ -192,7 +195,7 @@ def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[i
 
 
 def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: float) -> list[float]:
-    """Returns the positions between slices of equal cost, in a row of documents.
+    """Returns the positions at which a row of documents is cut into slices of equal cost.
 
     The first ``x`` tokens of a document cost ``x + pair_cost x^2``.
 
@@ -214,14 +217,14 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
 
 def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, ...]:
-    """Rounds positions of cuts to multiples, so that no slice is shorter than the least."""
+    """Rounds positions to multiples, so that each slice has :data:`LEAST_TOKENS` or more."""
     blocks = length // multiple
     least = -(-LEAST_TOKENS // multiple)  # number of blocks
     slices = len(points) + 1
     ends = []
     before = 0
     for number, point in enumerate(points, 1):
-        # Leave room for this slice and for those after it.
+        # Leave enough blocks for this slice and for all later slices.
         first, last = before + least, blocks - (slices - number) * least
         before = min(max(math.floor(point / multiple + 1e-9), first), last)
         ends.append(before * multiple)
@@ -242,13 +245,13 @@ def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
 def first_number(length: int, multiple: int) -> int:
     """Returns the number of slices in the first steps of ``--sequence-slices auto``.
 
-    Half of it is measured next. The arguments are those of :func:`numbers_to_choose`.
+    Half of this number is measured next. The arguments are those of :func:`numbers_to_choose`.
     """
     return min(_FIRST, numbers_to_choose(length, multiple)[-1])
 
 
 def least_row(slices: int, multiple: int) -> int:
-    """Returns the smallest number of tokens of which slices can be made.
+    """Returns the smallest number of tokens that can be cut into a number of slices.
 
     Args:
         slices: Number of slices.

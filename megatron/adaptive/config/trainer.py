@@ -70,7 +70,7 @@ class TrainerConfig:
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """Whether a transformer layer has experts, for each layer."""
+        """One boolean for each transformer layer: whether the layer has experts."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
@@ -167,8 +167,9 @@ class TrainerConfig:
     def varies_slices(self) -> bool:
         """Whether microbatches of a step may have different numbers of slices.
 
-        An order that is made before the step needs equal numbers. So do replicas that exchange
-        tokens of experts, because they run the same actions.
+        With an order that is fixed before the step, all microbatches need the same number of
+        slices. Replicas that exchange tokens with experts need it too, because they must run the
+        same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind != "rule" or spec.is_own or spec.name == "hinted"
@@ -205,7 +206,7 @@ class TrainerConfig:
 
     @property
     def packs_documents(self) -> bool:
-        """Whether several documents share a row, each with attention of its own."""
+        """Whether several documents share a row, with attention only within each document."""
         data = self.data
         tokens = self.schedule.slice_tokens
         return data.pack_to is not None or (tokens is not None and data.variable_seq_lengths)
@@ -223,8 +224,8 @@ class TrainerConfig:
     def attention_share(self) -> float:
         """Attention's share of the operations of a layer's forward pass, from 0 to 1.
 
-        It is the part that grows with the number of pairs of tokens. In layers with a window it
-        does not, so with ``--window-size`` the share is 0.
+        Counts only operations whose number grows with the square of the sequence length. With
+        ``--window-size``, attention grows linearly, so the share is 0.
         """
         linear, per_token = self._layer_costs
         pairs = per_token * self.model.seq_length  # scores and values, half of them masked
@@ -237,9 +238,10 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Operations of a layer per token: without attention, and of attention per earlier token.
+        """Operations of a layer per token, without attention; and of attention per pair of tokens.
 
-        The second number counts each pair of tokens twice, because one half is masked.
+        The second number is half of the operations for a pair, because half of the pairs are
+        masked.
         """
         model = self.model
         assert model.kv_channels is not None
@@ -303,10 +305,10 @@ class TrainerConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the settings of each group, converted to values that JSON can represent.
 
-        Settings of megatron-core are left out if they have their default value, so that a
+        Settings of megatron-core are omitted if they have their default value, so that a
         checkpoint can also be loaded with another version of megatron-core. The settings of
-        adapters are left out if no adapters are trained. A number of slices that was chosen is left
-        out too: with ``--sequence-slices auto``, another run with these settings chooses again.
+        adapters are omitted if no adapters are trained. A chosen number of slices is omitted too,
+        because with ``--sequence-slices auto`` another run with these settings chooses again.
         """
         saved = dataclasses.asdict(self)
         del saved["schedule"]["chosen_slices"]

@@ -24,7 +24,7 @@ _PACKAGE = "megatron.adaptive.transport"
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Names a transport of this package.
+    """Describes a transport of this package.
 
     Attributes:
         name: Name of the transport on the command line.

@@ -55,13 +55,12 @@ class Family:
             not inherited.
         settings: Settings of the trainer that all models of the family have, by the names of their
             fields in ``config/model.py`` or in megatron-core.
-        needed: Maps settings to further keys in the config file, which every model of the family
-            has.
-        keys: Maps settings to further keys, which a model of the family may have. They replace the
-            setting's usual keys (``config_keys.py``).
+        needed: Maps settings to additional keys in the file, which every model of the family has.
+        keys: Maps settings to additional keys, which a model of the family may have. They replace
+            the setting's usual keys (``config_keys.py``).
         attention_keys: Maps each attention-size setting to its key in the config file; the keys are
             optional.
-        other_keys: Further keys that :meth:`adjust` reads, or that have no effect.
+        other_keys: Additional keys that :meth:`adjust` reads, or that have no effect.
         defaults: Values of absent keys that ``transformers`` assumes for the family.
         window_period: Number n if every n-th layer attends to all tokens and the other layers have
             a sliding window; 0 if all layers have the window. It is used if the file does not say
@@ -269,7 +268,7 @@ class Family:
             if verdict is not None and not verdict.is_supported:
                 raise ConfigError(
                     f"{where}: {key} {value!r} asks for {verdict.feature}, which this trainer's"
-                    f" layers lack; the nearest is {verdict.nearest}"
+                    f" layers lack; the nearest supported value is {verdict.nearest}"
                 )
 
 
@@ -281,7 +280,7 @@ def _inverted(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _drop_idle(config: Mapping[str, Any], settings: Settings) -> None:
-    """Removes settings of features that the model does not have, according to their values."""
+    """Removes settings whose values mean that the model does not have the feature."""
     is_in_groups = config.get("topk_method") != "greedy" and config.get("n_group") != 1
     for setting in ("moe_router_num_groups", "moe_router_group_topk", "mtp_num_layers"):
         is_about_groups = setting != "mtp_num_layers"

@@ -50,7 +50,7 @@ EXPERTS: Keys = {
     "moe_router_topk": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Keys that a model with experts needs."""
+"""Keys that an MoE model needs."""
 ROUTER: Keys = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
     "moe_router_score_function": ("scoring_func",),
@@ -58,7 +58,7 @@ ROUTER: Keys = {
     "moe_router_num_groups": ("n_group",),
     "moe_router_group_topk": ("topk_group",),
 }
-"""Keys that a model with experts may have."""
+"""Keys that an MoE model may have."""
 _SHARED = (SIZES, COMMON, HEADS, LATENT, EXPERTS, ROUTER)
 READ = frozenset(key for table in _SHARED for keys in table.values() for key in keys)
 """All keys of the tables above."""
@@ -78,7 +78,7 @@ ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of the GELU that is approximated with a hyperbolic tangent."""
 
-# Settings whose whole numbers a file may write with a decimal point, such as 10000.0.
+# Settings whose whole numbers may have a decimal point in a file, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(

@@ -68,7 +68,7 @@ class _Latent(Llama):
 
 
 class DeepseekV2(_Latent):
-    """DeepSeek-V2: the router's probabilities are the weights of the chosen experts."""
+    """Describes DeepSeek-V2: the router's probabilities are the weights of the chosen experts."""
 
     model_types = ("deepseek_v2",)
     defaults = {**Llama.defaults, "q_lora_rank": 1536, "norm_topk_prob": False}
@@ -76,7 +76,7 @@ class DeepseekV2(_Latent):
 
 
 class DeepseekV3(_Latent):
-    """DeepSeek-V3: the router chooses experts by a sigmoid of their scores plus a bias."""
+    """Describes DeepSeek-V3: the router chooses experts by a sigmoid of scores, plus a bias."""
 
     model_types = ("deepseek_v3", "kimi_k2")
     defaults = {

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 for text."""
+"""Describes Gemma 1, 2 and 3 for text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Gemma 1: norm weights stored minus one, scaled embeddings, and a GELU gate."""
+    """Describes Gemma 1: norm weights stored minus one, scaled embeddings, and a GELU gate."""
 
     model_types = ("gemma",)
     settings = {
@@ -50,7 +50,7 @@ class Gemma(Llama):
     }
 
 
-# Values of keys that a config.json of Gemma 2 or 3 may leave out.
+# Defaults of keys that may be absent in a config.json of Gemma 2 or 3.
 _DEFAULTS: Mapping[str, Any] = {
     **Llama.defaults,
     "tie_word_embeddings": True,
@@ -63,7 +63,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma2(Gemma):
-    """Gemma 2: also norms after both blocks, soft caps on scores and logits, sliding windows."""
+    """Describes Gemma 2: also norms after both blocks, soft caps and sliding windows."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}
@@ -90,7 +90,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3Text(Gemma2):
-    """Gemma 3 for text: norms of queries and keys; windowed layers have their own rotary base."""
+    """Describes Gemma 3 for text: norms of queries and keys, another rotary base with windows."""
 
     model_types = ("gemma3_text",)
     settings = {**Gemma2.settings, "qk_layernorm": True}

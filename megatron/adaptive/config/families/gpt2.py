@@ -1,4 +1,4 @@
-"""GPT-2."""
+"""Describes GPT-2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron.adaptive.config.families.base_family import Family
 
 
 class Gpt2(Family):
-    """GPT-2: learned positions, biases, and matrices that are stored transposed."""
+    """Describes GPT-2: learned positions, biases, and matrices that are stored transposed."""
 
     model_types = ("gpt2",)
     defaults = {

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia."""
+"""Describes GPT-NeoX and Pythia."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from megatron.adaptive.config.families.weight_names import NORMS
 
 
 class GptNeox(Family):
-    """GPT-NeoX: both blocks take the layer's input; rotation covers only a part of each head."""
+    """Describes GPT-NeoX: attention and feed-forward block both take the layer's input.
+
+    The rotary embedding rotates only a part of each head.
+    """
 
     model_types = ("gpt_neox",)
     settings = {"position_embedding_type": "rope"}

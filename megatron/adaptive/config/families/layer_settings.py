@@ -14,7 +14,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Settings:
-    """Returns the settings of layers with experts, of the shared expert and of the router.
+    """Returns the settings of MoE layers, of the shared expert and of the router.
 
     Args:
         config: Content of the file.
@@ -22,7 +22,7 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
         where: Path of the file; error messages name it.
 
     Raises:
-        ConfigError: The layers with experts cannot be determined.
+        ConfigError: The file does not determine which layers have experts.
     """
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)

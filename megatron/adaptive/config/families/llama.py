@@ -9,7 +9,7 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, GATED, NOR
 
 
 class Llama(Family):
-    """Llama 2 and 3."""
+    """Describes Llama 2 and 3."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
     settings = {

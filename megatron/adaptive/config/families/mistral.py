@@ -1,4 +1,4 @@
-"""Mistral and Mixtral."""
+"""Describes Mistral and Mixtral."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, NORMS
 
 
 class Mistral(Llama):
-    """Mistral: all layers have a sliding window."""
+    """Describes Mistral: all layers have a sliding window."""
 
     model_types = ("mistral",)
     defaults = {**Llama.defaults, "num_key_value_heads": 8, "sliding_window": 4096}
 
 
 class Mixtral(Llama):
-    """Mixtral: all layers have experts."""
+    """Describes Mixtral: all layers have experts."""
 
     model_types = ("mixtral",)
     defaults = {"num_key_value_heads": 8, "rope_theta": 1e6}

@@ -1,4 +1,4 @@
-"""Phi 1 and 2, which only the planner accepts, and Phi 3 and 4."""
+"""Describes Phi 1 and 2, which only the planner accepts, and Phi 3 and 4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.adaptive.config.families.weight_names import NORMS
 
 
 class Phi(Family):
-    """Phi 1 and 2."""
+    """Describes Phi 1 and 2."""
 
     model_types = ("phi",)
     settings = {"position_embedding_type": "rope"}
@@ -17,7 +17,7 @@ class Phi(Family):
 
 
 class Phi3(Llama):
-    """Phi 3 and 4: one matrix for queries, keys and values, and one for the gate and up layers."""
+    """Describes Phi 3 and 4: one matrix for queries, keys and values, one for gate and up layer."""
 
     model_types = ("phi3",)
     defaults = {}

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, with and without experts."""
+"""Describes Qwen 2, 2.5 and 3, with and without experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, EXPERTS, G
 
 
 class Qwen2(Llama):
-    """Qwen 2 and 2.5: queries, keys and values have biases."""
+    """Describes Qwen 2 and 2.5: queries, keys and values have biases."""
 
     model_types = ("qwen2",)
     settings = {**Llama.settings, "add_qkv_bias": True}
@@ -15,7 +15,7 @@ class Qwen2(Llama):
 
 
 class Qwen2Moe(Llama):
-    """Qwen 2 with experts, which only the planner accepts."""
+    """Describes Qwen 2 with experts. Only the planner accepts such models."""
 
     model_types = ("qwen2_moe",)
     settings = Qwen2.settings
@@ -25,7 +25,7 @@ class Qwen2Moe(Llama):
 
 
 class Qwen3(Llama):
-    """Qwen 3: queries and keys are normalized."""
+    """Describes Qwen 3: queries and keys are normalized."""
 
     model_types = ("qwen3",)
     settings = {**Llama.settings, "qk_layernorm": True}
@@ -33,7 +33,7 @@ class Qwen3(Llama):
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen 3 with experts."""
+    """Describes Qwen 3 with experts."""
 
     model_types = ("qwen3_moe",)
     defaults = {**Llama.defaults, "num_key_value_heads": 4, "norm_topk_prob": False}

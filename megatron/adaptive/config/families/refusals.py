@@ -134,10 +134,10 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> Verdict | None:
-    """Checks that file and trainer agree on scaling the chosen experts' weights to a sum of 1.
+    """Checks that file and trainer agree whether chosen experts' weights are scaled to a sum of 1.
 
     Args:
-        value: Whether the file says that the weights are scaled.
+        value: Value of the file's key: whether the weights are scaled.
         settings: Settings that were read from the file.
         are_raw: Whether the trainer's layers use the weights unscaled.
     """

@@ -1,4 +1,4 @@
-"""Finds the family of a model, among the families of this folder and users' own.
+"""Finds the family of a model, among the families of this folder and users' own families.
 
 Also lists how unsupported models differ from supported families, for error messages.
 """
@@ -23,7 +23,7 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features that unsupported models have and supported families lack, if no key shows the feature.
+# Features of unsupported models that no supported family has, and that no key in the file shows.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -155,7 +155,9 @@ def _instance(kind: Any, name: str) -> Family:
             raise ConfigError(f"{where}: {setting!r} is not a setting: the nearest is {nearest}")
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
-            raise ConfigError(f"{where}: outer_weights lacks {module}: add its name in your files")
+            raise ConfigError(
+                f"{where}: outer_weights lacks {module}: add the module's name in your files"
+            )
     family: Family = kind()
     return family
 
@@ -184,8 +186,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     nearest = (difflib.get_close_matches(str(name), built_in_families(), n=1) or ["llama"])[0]
     raise ConfigError(
         f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
-        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are read; to plan"
-        " another one give its sizes as `layers` of a model file, see plan --schema model"
+        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are supported; to plan"
+        " another model, give its sizes as `layers` of a model file, see plan --schema model"
     )
 
 

@@ -12,13 +12,13 @@ ATTENTION: Mapping[str, str] = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
 }
-"""Attention with separate matrices of queries, keys and values."""
+"""Names of the modules of attention with separate matrices for queries, keys and values."""
 GATED: Mapping[str, str] = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.up_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
 }
-"""Feed-forward block with a gate."""
+"""Names of the modules of a gated feed-forward block."""
 EXPERTS: Mapping[str, str] = {
     "mlp.gate": "mlp.router",
     "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
@@ -29,22 +29,22 @@ EXPERTS: Mapping[str, str] = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-"""Router, experts with a gate, and shared experts."""
+"""Names of the router, and of the modules of gated experts and shared experts."""
 NORMS: Mapping[str, str] = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
 }
-"""A norm before attention, and one before the feed-forward block."""
+"""Names of the norms before attention and before the feed-forward block."""
 OUTER: Mapping[str, str] = {
     "model.embed_tokens": "embedding.word_embeddings",
     "model.norm": "decoder.final_layernorm",
     "lm_head": "output_layer",
 }
-"""Modules outside of layers."""
+"""Names of the modules outside of layers."""
 PREDICTION: Mapping[str, str] = {
     "enorm": "enorm",
     "hnorm": "hnorm",
     "eh_proj": "eh_proj",
     "shared_head.norm": "final_layernorm",
 }
-"""Modules that only a layer for multi-token prediction has."""
+"""Names of the modules that only layers for multi-token prediction have."""
