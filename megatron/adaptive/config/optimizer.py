@@ -190,7 +190,8 @@ class LoraConfig:
         unit="RANK",
     )
     lora_alpha: Positive | None = flag(
-        "Scale of the adapters' output, divided by the rank.", derived="--lora-rank"
+        "Factor of the adapters' output, which is also divided by --lora-rank.",
+        derived="--lora-rank",
     )
     lora_dropout: Share = flag("Dropout of the adapters' input.", 0.0)
     lora_targets: str = flag(

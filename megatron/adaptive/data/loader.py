@@ -296,7 +296,7 @@ class Load:
 
 
 def length_of(dataset: Any, index: int) -> int:
-    """Returns the number of tokens of a sample, also for a blend of several datasets."""
+    """Returns the number of tokens of a sample. The dataset may be a blend of several datasets."""
     while hasattr(dataset, "dataset_index"):
         part = dataset.dataset_index[index]
         index = dataset.dataset_sample_index[index]

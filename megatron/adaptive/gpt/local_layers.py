@@ -51,7 +51,7 @@ def bound_output(layer: torch.nn.Module, cap: float) -> None:
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
-    """Adds a hook that multiplies the output of a layer by ``factor``, rounded to ``dtype``."""
+    """Adds a hook that rounds ``factor`` to ``dtype`` and multiplies a layer's output by it."""
     factor = float(torch.tensor(factor, dtype=dtype))
     layer.register_forward_hook(lambda _, inputs, output: output * factor)
 
@@ -190,7 +190,7 @@ class GroupRouter(TopKRouter):
 
 
 class _GroupChoice:
-    """Chooses experts. Replaces megatron-core's class that replays earlier choices."""
+    """Chooses the experts of each token, where megatron-core would use its ``RouterReplay``."""
 
     def __init__(self, best: int) -> None:
         self._best = best

@@ -216,7 +216,7 @@ class _Run:
                 self._log({"evaluation loss": loss})
 
     def state_dict(self) -> dict[str, int | str]:
-        """Returns the values that determine which samples each step trains, for checkpoints."""
+        """Returns the values with which a continued run trains on the same samples in each step."""
         settings = self._settings
         return {
             "seed": settings.seed,

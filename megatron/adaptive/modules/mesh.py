@@ -67,7 +67,7 @@ class Mesh(Job):
         return groups
 
     def over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Returns the numbers of all replicas. Collective over this rank's ``dp_group``.
+        """Gathers numbers from all replicas. Collective over this rank's ``dp_group``.
 
         Args:
             numbers: Numbers of this replica; all replicas must pass the same count of numbers.

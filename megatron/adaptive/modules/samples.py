@@ -98,7 +98,7 @@ class SampleReader:
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
         max_length: Number of tokens after which a sample is cut off.
-        length_multiple: Number to whose next multiple each sample is padded, in tokens, because a
+        length_multiple: Number of tokens; each sample is padded to a multiple of it, because a
             pipeline records the model once per length.
         image_folder: Folder that contains all images, to which their paths are relative; ``None``
             for the folder of the file with the lines.

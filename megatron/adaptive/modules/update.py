@@ -247,7 +247,7 @@ class Update:
 
         Args:
             trained: Trained parameters of this rank's stages.
-            has_gradient: Whether this rank had a gradient, by ``id()`` of the parameter.
+            has_gradient: Whether this rank computed a gradient, for each parameter by its ``id()``.
         """
         exchanges: list[tuple[Sequence[torch.nn.Parameter], Any]] = [
             (parameters, self._groups[positions]) for positions, parameters in self._shared.items()

@@ -201,7 +201,10 @@ def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns layers and times of all chunks, by GPU, tensor-parallel size and microbatch size."""
+    """Returns layers and measured times of all chunks.
+
+    They are grouped by GPU model, tensor-parallel size and microbatch size.
+    """
     rows: dict[_Key, list[_Stage]] = {}
     is_measured = np.isfinite(figures.median_ns).any(axis=0)
     typical = np.nanmedian(np.where(is_measured, figures.median_ns, 0.0), axis=0)

@@ -79,7 +79,7 @@ def measure_device(accelerator: Accelerator, ranks: Ranks, seconds: float) -> li
             add(TO_DEVICE, float(len(host)), lambda: part.copy_(host, non_blocking=True))
             add(FROM_DEVICE, float(len(host)), lambda: host.copy_(part, non_blocking=True))
     except torch.cuda.OutOfMemoryError:
-        return figures  # during training, a GPU may have too little free memory
+        return figures  # during training, a GPU may lack the memory for the probe
     if clock_hz:
         figures.append(
             Figure(measure=CLOCK, ranks=ranks, peers=peers, value=clock_hz, sheet=most_hz)

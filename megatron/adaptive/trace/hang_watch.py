@@ -480,7 +480,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns a process's total use so far of the three resources that :data:`_BUSY` lists."""
+    """Returns how much of each resource in :data:`_BUSY` a process has used since it started."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0

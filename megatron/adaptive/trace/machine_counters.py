@@ -390,7 +390,7 @@ def _sources() -> Iterator[tuple[str, _Source[int]]]:
 
 
 def _opened(path: str) -> BinaryIO | None:
-    """Opens a file of the kernel; returns ``None`` if this machine lacks or forbids it."""
+    """Opens a file below ``/proc`` or ``/sys``; returns ``None`` if it cannot be read."""
     try:
         return open(path, "rb", buffering=0)
     except OSError:

@@ -76,7 +76,7 @@ class DeepseekV2(_Latent):
 
 
 class DeepseekV3(_Latent):
-    """Describes DeepSeek-V3: the router chooses experts by a sigmoid of scores, plus a bias."""
+    """Describes DeepSeek-V3, whose router adds a bias to the sigmoid of each expert's score."""
 
     model_types = ("deepseek_v3", "kimi_k2")
     defaults = {

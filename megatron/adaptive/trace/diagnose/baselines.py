@@ -244,7 +244,9 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Removes the effect of long microbatches: the part of their duration that all stages share.
+    """Subtracts from each action the extra time that its microbatch takes on all stages.
+
+    Otherwise long microbatches would look like slow stages.
 
     Only the difference from the iteration's mean is subtracted, because the model already has a
     term for the mean (the replica's deviation).

@@ -75,7 +75,7 @@ class Finding:
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
         reason: Reason of the slowdown in the machine's counters; ``None`` if they show none.
-        more_reasons: Further reasons, each of which explains a smaller part.
+        more_reasons: Further reasons, each of which explains less of the lost time than ``reason``.
     """
 
     cause: str

@@ -31,7 +31,10 @@ MOST_SPANS = 4_000_000
 """Maximum number of spans in a diagnosis; if a run has more, fewer iterations are read."""
 
 MOST_MESSAGE_SPANS = 1_500_000
-"""Maximum number of spans to search for messages; if there are more, fewer iterations are used."""
+"""Maximum number of spans to search for messages.
+
+If a trace has more, only some of its iterations are searched.
+"""
 
 FIRST_STEPS = 1
 """Number of warm-up iterations at the start of the run, which are not examined."""

@@ -105,7 +105,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the number of a layer's kind; -1 if the trace has no kind for the layer."""
+    """Returns the index of a layer's kind; -1 if the trace has no kind for the layer."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 
