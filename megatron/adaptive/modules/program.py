@@ -677,7 +677,7 @@ class _Deferred:
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
         padding: Row of the embedding that gets no gradient (``padding_idx``); -1 for no such row.
         by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
-        is_unsupported: Whether an option of the call makes it impossible to defer the weight gradient.
+        is_unsupported: Whether an option of the call prevents that its weight gradient is deferred.
     """
 
     activation: Any
