@@ -119,7 +119,7 @@ class Family:
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Maps megatron-core's name of each module of a layer to its tensors' names in the folder."""
+        """Maps megatron-core's name of a layer's module to names of tensors in the folder."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
