@@ -21,6 +21,7 @@ lacks, or that this process may not read, is left out.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,9 +54,10 @@ It is the time of the thread that waited longest.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the mean time in ns that the same thread waited before each turn on a processor.
+"""Name of the mean time in ns that a thread waited before each turn on a processor.
 
-It is how late a message may be seen because its receiver had no processor.
+It is the thread that waited longest of those that run actions, send or receive. So it is how late a
+message may be seen because its receiver had no processor.
 """
 
 THROTTLED = "throttled_ns"
@@ -143,6 +145,24 @@ _CLOCKS = {
 """Name of a processor's file with each clock."""
 
 _PROCESSORS = "/sys/devices/system/cpu"
+_TASKS = "/proc/self/task"
+_MESSAGE_THREADS = (
+    "adaptive-io",
+    "arrivals",
+    "device-to-host",
+    "gloo_tcp_loop",
+    "host-to-device",
+    "lane",
+    "NCCL Progress",
+    "NCCL Service",
+    "pt_gloo_runloop",
+    "receive-from-",
+    "send-to-",
+)
+"""Beginnings of the names of threads that run actions, send or receive, beside the main thread.
+
+They are those of this package's lanes and transports, and of the libraries behind these.
+"""
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
@@ -197,11 +217,13 @@ class MachineCounters:
     Attributes:
         missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
             can be read, the reason stands for all of them.
+        message_threads: Ids of this process's threads that run actions, send or receive.
     """
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source[_Turns]] = {}
+        self.message_threads: set[str] = set()
         self._readers: dict[str, _Source[int]] = {}
         self._clocks: dict[str, _Source[int]] = {}
         self._turns: dict[str, _Turns] = {}
@@ -277,17 +299,22 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns what the thread that waited longest waited since :meth:`begin`, in ns.
+        """Returns what threads waited for a processor since :meth:`begin`, in ns.
 
         Returns:
-            Time of all its waits for a processor, and the mean of one.
+            Time of all waits of the thread that waited longest; mean of one wait of the thread that
+            waited longest of those that run actions, send or receive.
         """
-        longest = _Turns(0, 0)
+        waits = {}
         for thread, turns in self._turns.items():
             begun = self._turns_begun.get(thread, turns)
-            waited = _Turns(turns.waited_ns - begun.waited_ns, turns.number - begun.number)
-            longest = max(longest, waited)
-        return longest.waited_ns, longest.waited_ns // max(1, longest.number)
+            waits[thread] = _Turns(turns.waited_ns - begun.waited_ns, turns.number - begun.number)
+        longest = max(waits.values(), default=_Turns(0, 0))
+        of_messages = max(
+            (turns for thread, turns in waits.items() if thread in self.message_threads),
+            default=_Turns(0, 0),
+        )
+        return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
         """Returns the clocks of the processor that this process used last; 0 if unknown."""
@@ -321,16 +348,23 @@ class MachineCounters:
     def _list_threads(self) -> None:
         """Opens the files of threads that have begun, and closes those of threads that ended."""
         try:
-            listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
+            listed = set(sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS])
         except OSError:
             return
-        _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _turns)
+        _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
+        # The thread that calls runs the actions; Linux has no names of Python's threads.
+        names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+        self.message_threads = {str(threading.get_native_id())} | {
+            thread
+            for thread in listed
+            if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
+        }
 
     def _list_readers(self) -> None:
         """Does the same for this process and its children, which may read data for it."""
         listed = {"self"}
         for thread in self._threads:
-            file = _opened(f"/proc/self/task/{thread}/children")
+            file = _opened(f"{_TASKS}/{thread}/children")
             if file is not None:
                 with file:
                     listed.update(os.fsdecode(file.read(_MOST_BYTES)).split()[:_MOST_CHILDREN])
@@ -391,6 +425,15 @@ def _opened(path: str) -> BinaryIO | None:
         return open(path, "rb", buffering=0)
     except OSError:
         return None
+
+
+def _name_of(thread: str) -> str:
+    """Returns the kernel's name of a thread of this process, empty if it has ended."""
+    file = _opened(f"{_TASKS}/{thread}/comm")
+    if file is None:
+        return ""
+    with file:
+        return _Source(file, os.fsdecode).value() or ""
 
 
 def _throttled_ns(text: bytes) -> int:
