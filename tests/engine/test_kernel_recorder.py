@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -10,7 +11,12 @@ import torch
 from torch import profiler
 
 from megatron.adaptive.engine.kernel_recorder import KernelRecorder
-from megatron.adaptive.trace.kernels import kernels_path
+from megatron.adaptive.engine.tracing import CpuClock, Tracing
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.kernels import kernel_figures, kernels_path
+from megatron.adaptive.trace.read import read_run
+
+from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
@@ -19,7 +25,7 @@ def recorded(folder: Path, said: list[str]) -> int:
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)
         torch.ones(8, 8, requires_grad=True).mm(torch.ones(8, 8)).sum().backward()
-        recorder.end()
+        recorder.end(tuple)
     recorder.close()
     path = kernels_path(folder, 3)
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -37,6 +43,37 @@ def test_the_chosen_iteration_is_recorded_on_the_clock_of_the_trace(tmp_path: Pa
     assert not any("Backward" in name or "mark" in name for name in record["names"])
     for _, start_ns, length_ns in record["kept"]:
         assert begin_ns <= start_ns <= start_ns + length_ns <= end_ns
+
+
+class LateDevice(CpuClock):
+    """Has finished no work until the profiler has stopped."""
+
+    def is_passed(self, mark: int) -> bool:
+        return not torch.autograd._profiler_enabled()
+
+
+def multiply(count: int) -> None:
+    """Multiplies matrices, long after and before anything else, as clocks differ a little."""
+    time.sleep(0.005)
+    for _ in range(count):
+        torch.ones(8, 8).mm(torch.ones(8, 8))
+    time.sleep(0.005)
+
+
+def test_totals_are_those_of_the_actions_that_ran_the_kernels(tmp_path: Path) -> None:
+    tracing = Tracing(
+        recorder_of(tmp_path, 0, Placement(num_ranks=1, num_chunks=1), 1), LateDevice()
+    )
+    tracing.kernels = KernelRecorder(str(tmp_path), 0, range(1, 2), on_gpu=False, say=print)
+    tracing.begin_iteration(1, 1, is_traced=True)
+    for kind, count in (("reduce", 1), ("optimizer", 2), ("", 1)):
+        with tracing.span(kind) if kind else contextlib.nullcontext():
+            multiply(count)
+    tracing.end_iteration()
+    tracing.close()
+    figures = kernel_figures(read_run(tmp_path), 1)
+    products = {figure.action: figure.count for figure in figures if figure.name == "aten::mm"}
+    assert products == {"reduce": 1, "optimizer": 2, "outside": 1}
 
 
 def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from megatron.adaptive.trace.machine_counters import (
     OWN_BUSY,
     PROCESSOR_WAIT,
     PROCESSORS,
+    TURN_WAIT,
     MachineCounters,
 )
 from megatron.adaptive.trace.network_counters import (
@@ -139,6 +141,46 @@ def open_files_in(folder: Path) -> set[str]:
         for link in Path("/proc/self/fd").iterdir()
         if link.resolve().is_relative_to(folder)
     }
+
+
+def named_thread(name: str, end: threading.Event) -> threading.Thread:
+    """Starts a thread that waits for an event."""
+    thread = threading.Thread(target=end.wait, args=(60,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel_name", "counts"),
+    [
+        ("receive-from-1", "python", True),
+        ("lane", "python", True),
+        ("", "adaptive-io", True),
+        ("snapshots", "python", False),
+        ("", "iou-wrk-17", False),
+    ],
+)
+def test_only_waits_of_threads_with_messages_make_a_message_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernel_name: str, counts: bool
+) -> None:
+    end = threading.Event()
+    thread = named_thread(name, end) if name else None
+    other = str(thread.native_id) if thread is not None else "99999"
+    monkeypatch.setattr(machine_counters, "_TASKS", str(tmp_path))
+    caller = str(threading.get_native_id())
+    for task, comm in ((caller, "python"), (other, kernel_name)):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "comm").write_text(f"{comm}\n")
+        (tmp_path / task / "schedstat").write_text("0 100 10")
+    counters = MachineCounters()
+    counters.begin()
+    (tmp_path / caller / "schedstat").write_text("0 1100 20")
+    (tmp_path / other / "schedstat").write_text("0 50100 20")
+    counted = counters.end()
+    counters.close()
+    end.set()
+    assert counted[PROCESSOR_WAIT] == 50_000
+    assert counted[TURN_WAIT] == (5000 if counts else 100)
 
 
 def test_only_files_of_one_processor_stay_open(clocks: Path) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.transport.interface import CODE_OF, HeldArrival, Label, Notice, code_of
 from megatron.adaptive.transport.native import NativeTransport, make_tensors_with
 
@@ -152,3 +157,55 @@ def test_closing_twice_is_closing_once() -> None:
     assert "arrivals" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(TransportError, match="closed"):
         high.send(0, LABEL, torch.ones(2))
+
+
+def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
+    """Starts something that communicates; returns its threads, and those that counters know of.
+
+    Args:
+        begin: Function that starts it.
+        number: Minimum number of its threads.
+    """
+    before = set(os.listdir("/proc/self/task"))
+    begin()
+    end_s = time.monotonic() + LIMIT_S
+    while True:  # a thread has no name until it has named itself
+        begun = set(os.listdir("/proc/self/task")) - before
+        counters = MachineCounters()
+        counters.close()
+        counted_threads = counters.message_threads & begun
+        if (counted_threads == begun and len(begun) >= number) or time.monotonic() > end_s:
+            return begun, counted_threads
+        time.sleep(0.01)
+
+
+def test_counters_know_the_threads_of_channels() -> None:
+    opened: list[NativeTransport] = []
+
+    def begin() -> None:
+        opened.extend(open_transports("tcp"))
+        for transport in opened:
+            transport.completions.listen(lambda item: None)
+
+    try:
+        begun, counted_threads = threads_of_messages(begin, 4)
+    finally:
+        close_all(opened)
+    assert counted_threads == begun
+    assert len(begun) >= 4
+
+
+def test_counters_know_the_threads_of_gloo() -> None:
+    store = dist.HashStore()
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    groups: list[dist.ProcessGroupGloo] = []
+    begun, counted_threads = threads_of_messages(
+        lambda: groups.append(dist.ProcessGroupGloo(store, 0, 1, limit)), 2
+    )
+    tasks = Path("/proc/self/task")
+    process_name = Path("/proc/self/comm").read_text()
+    names = {(tasks / thread / "comm").read_text() for thread in begun - counted_threads}
+    if names == {process_name}:
+        pytest.skip("this torch gives gloo's threads no names")
+    assert names == set()
+    assert len(begun) >= 2

@@ -32,7 +32,7 @@ from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, coun
 from megatron.adaptive.config.input_files import aligned
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.collectives import CollectiveFigures, collective_figures
-from megatron.adaptive.trace.kernels import kernel_figures, read_steps
+from megatron.adaptive.trace.kernels import kernel_figures, kernel_notes, read_steps
 from megatron.adaptive.trace.legacy_text import legacy_name
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.metrics import NS_PER_MS, PARTS, LayerFigures, layer_figures
@@ -290,7 +290,7 @@ def _show(
     stem = arguments.output_dir / legacy_name(run.num_ranks, run.num_chunks)
     if (output := arguments.output) is not None:
         stem = output.with_name(_without_ending(output.name, chosen))
-    for line in run.notes():
+    for line in (*run.notes(), *kernel_notes(run)):
         show(f"warning: {line}", file=sys.stderr)
     views = [(view, selection) for view in chosen]
     if events is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import profiler
 
 from megatron.adaptive.trace.files import Outage
-from megatron.adaptive.trace.kernels import TimedKernel, add_step, summed
+from megatron.adaptive.trace.kernels import KernelFile, TimedKernel, summed
+from megatron.adaptive.trace.trace_format import KINDS, Span, SpanRow
 
 _MARK = "megatron.adaptive: mark of a known time"
 _NUM_MARKS = 3
@@ -39,8 +40,7 @@ class KernelRecorder:
     def __init__(
         self, folder: str, rank: int, iterations: range, *, on_gpu: bool, say: Callable[[str], None]
     ) -> None:
-        self._folder = Path(folder)
-        self._rank = rank
+        self._file = KernelFile(Path(folder), rank)
         self._iterations = iterations
         self._on_gpu = on_gpu
         self._say = say
@@ -51,7 +51,7 @@ class KernelRecorder:
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
         """Begins an iteration. It is recorded if it is traced and was chosen."""
-        self.close()
+        self._stop()
         if not is_traced or iteration not in self._iterations:
             return
         if torch.autograd._profiler_enabled():
@@ -72,24 +72,39 @@ class KernelRecorder:
             with profiler.record_function(_MARK):
                 pass
 
-    def end(self) -> None:
-        """Ends an iteration, and writes its kernels if it was recorded."""
-        running, self._running = self._running, None
+    def end(self, rows: Callable[[], Iterable[SpanRow]]) -> None:
+        """Ends an iteration, and writes its kernels if it was recorded.
+
+        Args:
+            rows: Function that returns the iteration's spans. It is called when the device has
+                finished the iteration.
+        """
+        running = self._stop()
         if running is None:
             return
-        running.stop()
         device = "cuda" if self._on_gpu else "cpu"
-        step = summed(self._iteration, device, self._kernels(running.events()))
+        iteration = self._iteration
+        spans = (
+            Span(KINDS[row.kind], row.chunk, row.microbatch, row.start_ns, row.end_ns, iteration)
+            for row in rows()
+        )
+        step = summed(iteration, device, self._kernels(running.events()), spans)
         try:
-            add_step(self._folder, self._rank, step)
+            self._file.add(step)
         except OSError as error:
             self._outage.begins(error)
 
     def close(self) -> None:
-        """Ends a recording without writing it. Idempotent."""
+        """Ends a recording without writing it, and closes the file. Idempotent."""
+        self._stop()
+        self._file.close()
+
+    def _stop(self) -> Any:
+        """Stops the profiler, which waits for the device, and returns it; ``None`` without one."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
+        return running
 
     def _kernels(self, events: Any) -> Iterator[TimedKernel]:
         """Yields the kernels among the profiler's events, with times on the monotonic clock."""

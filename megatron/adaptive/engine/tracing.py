@@ -186,7 +186,7 @@ class Tracing:
             if self._counters is not None:
                 self.recorder.add_machine(self._counters.end())
         if self.kernels is not None:
-            self.kernels.end()
+            self.kernels.end(self._rows)
         self.recorder.end_iteration()
 
     @contextlib.contextmanager
@@ -285,6 +285,11 @@ class Tracing:
                 self._add(span.iteration, [row])
             else:
                 self._unresolved.append(span)
+
+    def _rows(self) -> tuple[SpanRow, ...]:
+        """Returns the spans of the current iteration that the device has finished."""
+        self._resolve()
+        return () if self.recorder is None else self.recorder.rows
 
     def _add(self, iteration: _Iteration | None, rows: list[SpanRow]) -> None:
         if self.recorder is None or iteration is None:

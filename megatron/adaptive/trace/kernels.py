@@ -1,12 +1,12 @@
 """Defines the files with the operators and kernels of single steps, for ``--trace-detail kernels``.
 
-A rank that records kernels has a file ``kernels_rank_00000.jsonl`` beside its trace file, with a
-line per step. A line has the number and total time of the kernels of each name, and the start and
-length of the :data:`MOST_KEPT` longest kernels. Starts are on the rank's monotonic clock, as in its
-trace file::
+A rank that records them has a file ``kernels_rank_00000.jsonl`` beside its trace, with a line per
+step. A step has the totals of all its kernels by action and name, and start and length of its
+longest :data:`MOST_KEPT` kernels. Their times are those of the rank's monotonic clock, as in its
+trace. A name is an index in ``names``::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
-     "totals": [[number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
+     "totals": [["F", name, number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
 
 A kernel belongs to the action in which it begins.
 """
@@ -14,30 +14,30 @@ A kernel belongs to the action in which it begins.
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.files import BestEffortFile
+from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
 """Maximum number of kernels of a step whose times are kept; they take less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of kernel names of a step.
-
-Kernels with other names are added up under the name :data:`OTHERS`.
-"""
+"""Maximum number of totals of a step; the rest are added up by action as :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
 """Name in place of an action for kernels that begin in no action."""
 
 _LONGEST_NAME = 200
+_LIMIT = 1 << 62
+"""Limit of the numbers in a file: times beyond it cannot be moved to the run's clock."""
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
 
 
@@ -49,6 +49,22 @@ class TimedKernel(NamedTuple):
     end_ns: int
 
 
+class KernelTotal(NamedTuple):
+    """Contains the number and time of the kernels of a name within one kind of action in a step.
+
+    Attributes:
+        action: Kind of action (``F``, ``B``, ``W``, ``reduce``, ``optimizer``) or ``outside``.
+        name: Name of the kernels.
+        number: Number of kernels.
+        total_ns: Time of all of them in ns.
+    """
+
+    action: str
+    name: str
+    number: int
+    total_ns: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepKernels:
     """Contains the kernels that a rank ran in one step.
@@ -56,36 +72,52 @@ class StepKernels:
     Attributes:
         iteration: Number of the iteration.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
-        totals: Number of kernels and their total time in ns, by name. Kernels that are not in
-            ``kept`` are included.
-        kept: Longest kernels of the step with their times, sorted by start.
+        totals: Totals by action and name; kernels that are not kept are included.
+        kept: Kernels with their times, in the order of their start.
     """
 
     iteration: int
     device: str
-    totals: dict[str, tuple[int, int]]
+    totals: tuple[KernelTotal, ...]
     kept: tuple[TimedKernel, ...]
 
 
-def summed(iteration: int, device: str, kernels: Iterable[TimedKernel]) -> StepKernels:
-    """Adds up the kernels of a step by name, and keeps the times of the longest kernels."""
+def summed(
+    iteration: int, device: str, kernels: Iterable[TimedKernel], spans: Iterable[Span]
+) -> StepKernels:
+    """Returns the totals of a step's kernels, and the longest of them.
+
+    Args:
+        iteration: Number of the iteration.
+        device: Kind of device, ``cpu`` or ``cuda``.
+        kernels: All kernels of the step.
+        spans: Spans of the step on the same rank, with times of the same clock.
+    """
     listed = [kernel._replace(name=kernel.name[:_LONGEST_NAME]) for kernel in kernels]
-    totals: dict[str, tuple[int, int]] = {}
-    for name, start_ns, end_ns in listed:
-        count, total_ns = totals.get(name, (0, 0))
-        totals[name] = count + 1, total_ns + end_ns - start_ns
-    by_time = sorted(totals, key=lambda name: -totals[name][1])
-    if rest := by_time[MOST_NAMES:]:
-        others = [totals.pop(name) for name in rest]
-        totals[OTHERS] = sum(row[0] for row in others), sum(row[1] for row in others)
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for kernel, action in zip(listed, actions_of(spans, listed), strict=True):
+        kind = OUTSIDE if action is None else action.action
+        _add(sums, (kind, kernel.name), (1, kernel.end_ns - kernel.start_ns))
+    for key in sorted(sums, key=lambda key: -sums[key][1])[MOST_NAMES:]:
+        row = sums.pop(key)
+        _add(sums, (key[0], OTHERS), row)
+    names = {name for _, name in sums}
     listed.sort(key=lambda kernel: kernel.start_ns - kernel.end_ns)
-    kept = (kernel for kernel in listed[:MOST_KEPT] if kernel.name in totals)
+    kept = (kernel for kernel in listed[:MOST_KEPT] if kernel.name in names)
     return StepKernels(
         iteration=iteration,
         device=device,
-        totals=totals,
+        totals=tuple(KernelTotal(*key, *row) for key, row in sums.items()),
         kept=tuple(sorted(kept, key=lambda kernel: kernel.start_ns)),
     )
+
+
+def _add(
+    sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
+) -> None:
+    """Adds a number of kernels and their time in ns to those of an action and name."""
+    count, total_ns = sums.get(key, (0, 0))
+    sums[key] = count + row[0], total_ns + row[1]
 
 
 def kernels_path(folder: Path, rank: int) -> Path:
@@ -93,80 +125,151 @@ def kernels_path(folder: Path, rank: int) -> Path:
     return folder / f"kernels_rank_{rank:05d}.jsonl"
 
 
-def add_step(folder: Path, rank: int, step: StepKernels) -> None:
-    """Appends the kernels of a step to the rank's file.
+class KernelFile:
+    """Writes the file of a rank, which is created with its first step.
 
-    Raises:
-        OSError: The file cannot be written.
+    A step that the disk does not accept in full is dropped with a warning.
+
+    Args:
+        folder: Folder of the traces.
+        rank: Global rank.
     """
-    names = list(step.totals)
-    number_of = {name: number for number, name in enumerate(names)}
-    record = {
-        "iteration": step.iteration,
-        "device": step.device,
-        "names": names,
-        "totals": [step.totals[name] for name in names],
-        "kept": [
-            [number_of[kernel.name], kernel.start_ns, kernel.end_ns - kernel.start_ns]
-            for kernel in step.kept
-        ],
-    }
-    with kernels_path(folder, rank).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = kernels_path(folder, rank)
+        self._file: BestEffortFile | None = None
+
+    def add(self, step: StepKernels) -> None:
+        """Adds a step.
+
+        Raises:
+            OSError: The file cannot be opened for another reason than a full or failing disk.
+        """
+        names = list(dict.fromkeys(total.name for total in step.totals))
+        number_of = {name: number for number, name in enumerate(names)}
+        record = {
+            "iteration": step.iteration,
+            "device": step.device,
+            "names": names,
+            "totals": [
+                [total.action, number_of[total.name], total.number, total.total_ns]
+                for total in step.totals
+            ],
+            "kept": [
+                [number_of[kernel.name], kernel.start_ns, kernel.end_ns - kernel.start_ns]
+                for kernel in step.kept
+            ],
+        }
+        if self._file is None:
+            self._file = BestEffortFile(self._path, "iterations", self._line_end)
+        self._file.append((json.dumps(record, separators=(",", ":")) + "\n").encode())
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+
+    def _line_end(self) -> bytes:
+        """Returns the end of a line that a killed process has left without one, or nothing."""
+        with self._path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            return b"" if file.read(1) in (b"", b"\n") else b"\n"
 
 
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
     """Reads the kernels of a rank, step by step, with times on the run's common clock.
 
-    The result is empty if the rank has no readable file of kernels. A line that was cut off at the
-    end of the file is ignored.
-
-    Raises:
-        TraceError: A line does not have the form that :func:`add_step` writes.
+    Damaged lines are left out, see :func:`kernel_notes`. If a step was recorded twice, the second
+    record is used.
     """
     trace = run.ranks[rank]
-    path = kernels_path(trace.index.path.parent, rank)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError):
-        return []
-    steps = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            step = _step(json.loads(line))
-        except (ValueError, TypeError, KeyError, IndexError):
-            raise TraceError(
-                f"{path}, line {number}, has no kernels of a step: the file is damaged; delete it,"
-                " or record it again"
-            ) from None
-        times = [time for kernel in step.kept for time in kernel[1:]]
-        on_clock = trace.on_clock(times)
-        pairs = zip(on_clock[::2], on_clock[1::2], strict=True)
-        kept = [
+    steps, _ = _read(kernels_path(trace.index.path.parent, rank))
+    on_clock = {}
+    for step in steps:
+        times = trace.on_clock([time for kernel in step.kept for time in kernel[1:]])
+        pairs = zip(times[::2], times[1::2], strict=True)
+        kept = (
             TimedKernel(kernel.name, *pair) for kernel, pair in zip(step.kept, pairs, strict=True)
-        ]
-        steps.append(
-            StepKernels(
-                iteration=step.iteration, device=step.device, totals=step.totals, kept=tuple(kept)
-            )
         )
-    return steps
+        on_clock[step.iteration] = replace(step, kept=tuple(kept))
+    return list(on_clock.values())
+
+
+def kernel_notes(run: RunTrace) -> list[str]:
+    """Returns a line for each file of kernels that is damaged."""
+    notes = []
+    for rank, trace in run.ranks.items():
+        _, note = _read(kernels_path(trace.index.path.parent, rank))
+        notes += [note] if note else []
+    return notes
+
+
+def _read(path: Path) -> tuple[list[StepKernels], str]:
+    """Returns the steps in a file, and a note if other lines are damaged, else an empty text.
+
+    A last line that was cut off is left out without a note.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], f"{path} cannot be read: {error.strerror or error}; its kernels are left out"
+    steps = []
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        try:
+            steps.append(_step(json.loads(line.decode())))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            damaged.append(number)
+    if not damaged:
+        return steps, ""
+    where = (
+        f"line {damaged[0]} is" if len(damaged) == 1 else f"lines {describe_numbers(damaged)} are"
+    )
+    return steps, (
+        f"{path}: {where} damaged and left out, because a line holds the kernels of a step; delete "
+        "what is damaged, or record the run again"
+    )
 
 
 def _step(record: Any) -> StepKernels:
-    names = [str(name) for name in record["names"]]
+    """Returns the step in a record.
+
+    Raises:
+        ValueError: A number or text is none, or is out of range; other errors if the record has
+            another form.
+    """
+    names = [_text(name) for name in record["names"]]
     return StepKernels(
-        iteration=int(record["iteration"]),
-        device=str(record["device"]),
-        totals={
-            name: (int(count), int(total_ns))
-            for name, (count, total_ns) in zip(names, record["totals"], strict=True)
-        },
+        iteration=_whole(record["iteration"]),
+        device=_text(record["device"]),
+        totals=tuple(
+            KernelTotal(_text(action), names[_whole(name)], _whole(count), _whole(total_ns))
+            for action, name, count, total_ns in record["totals"]
+        ),
         kept=tuple(
-            TimedKernel(names[number], int(start_ns), int(start_ns) + int(length_ns))
-            for number, start_ns, length_ns in record["kept"]
+            TimedKernel(
+                names[_whole(name)], _whole(start_ns), _whole(_whole(start_ns) + _whole(length_ns))
+            )
+            for name, start_ns, length_ns in record["kept"]
         ),
     )
+
+
+def _whole(value: Any) -> int:
+    """Returns a whole number from 0 up to :data:`_LIMIT`; raises ``ValueError`` for others."""
+    if type(value) is int and 0 <= value < _LIMIT:
+        return value
+    raise ValueError("no whole number, or out of range")
+
+
+def _text(value: Any) -> str:
+    """Returns a text; raises ``ValueError`` for other values."""
+    if isinstance(value, str):
+        return value
+    raise ValueError("no text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,28 +292,25 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Adds up the kept kernels of a step by rank, action and name; longest total time first.
+    """Returns all kernels of a step by rank, action and name, those with the most time first.
 
     Args:
         run: Trace of the run.
         iteration: Number of the iteration.
     """
-    figures = []
-    for rank, trace in run.ranks.items():
-        for step in read_steps(run, rank):
-            if step.iteration != iteration:
-                continue
-            sums: dict[tuple[str, str], list[int]] = {}
-            actions = actions_of(trace.spans(iteration), step.kept)
-            for kernel, action in zip(step.kept, actions, strict=True):
-                kind = OUTSIDE if action is None else action.action
-                row = sums.setdefault((kind, kernel.name), [0, 0])
-                row[0] += 1
-                row[1] += kernel.end_ns - kernel.start_ns
-            figures += [
-                KernelFigures(rank=rank, action=kind, name=name, count=count, total_ms=ns / 1e6)
-                for (kind, name), (count, ns) in sums.items()
-            ]
+    figures = [
+        KernelFigures(
+            rank=rank,
+            action=total.action,
+            name=total.name,
+            count=total.number,
+            total_ms=total.total_ns / 1e6,
+        )
+        for rank in run.ranks
+        for step in read_steps(run, rank)
+        if step.iteration == iteration
+        for total in step.totals
+    ]
     return sorted(figures, key=lambda figure: -figure.total_ms)
 
 

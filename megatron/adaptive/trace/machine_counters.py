@@ -21,6 +21,7 @@ file, or this process may not read it, the counters of that file are missing.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,9 +54,10 @@ Only the thread that waited longest is counted.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Counter name: mean time in ns of one wait for a processor, of the thread that waited longest.
+"""Name of the mean time in ns that a thread waited before each turn on a processor.
 
-A receiver without a processor may notice a message later by this time.
+It is the thread that waited longest of those that run actions, send or receive. So it is how late a
+message may be seen because its receiver had no processor.
 """
 
 THROTTLED = "throttled_ns"
@@ -143,6 +145,24 @@ _CLOCKS = {
 """Maps each counter of a clock to the name of the processor's file that contains it."""
 
 _PROCESSORS = "/sys/devices/system/cpu"
+_TASKS = "/proc/self/task"
+_MESSAGE_THREADS = (
+    "adaptive-io",
+    "arrivals",
+    "device-to-host",
+    "gloo_tcp_loop",
+    "host-to-device",
+    "lane",
+    "NCCL Progress",
+    "NCCL Service",
+    "pt_gloo_runloop",
+    "receive-from-",
+    "send-to-",
+)
+"""Beginnings of the names of threads that run actions, send or receive, beside the main thread.
+
+They are those of this package's lanes and transports, and of the libraries behind these.
+"""
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
@@ -195,13 +215,15 @@ class MachineCounters:
         interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
-        missing: Names of the counters that this machine lacks, or that this process may not read.
-            If no counter of the GPU can be read, one entry states the reason for all of them.
+        missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
+            can be read, the reason stands for all of them.
+        message_threads: Ids of this process's threads that run actions, send or receive.
     """
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
         self._sources = list(_sources())
         self._threads: dict[str, _Source[_Turns]] = {}
+        self.message_threads: set[str] = set()
         self._readers: dict[str, _Source[int]] = {}
         self._clocks: dict[str, _Source[int]] = {}
         self._turns: dict[str, _Turns] = {}
@@ -278,17 +300,22 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns how long the thread that waited longest waited for a processor.
+        """Returns what threads waited for a processor since :meth:`begin`, in ns.
 
         Returns:
-            Total time of its waits since :meth:`begin`, and mean time of one wait, in ns.
+            Time of all waits of the thread that waited longest; mean of one wait of the thread that
+            waited longest of those that run actions, send or receive.
         """
-        longest = _Turns(0, 0)
+        waits = {}
         for thread, turns in self._turns.items():
             begun = self._turns_begun.get(thread, turns)
-            waited = _Turns(turns.waited_ns - begun.waited_ns, turns.number - begun.number)
-            longest = max(longest, waited)
-        return longest.waited_ns, longest.waited_ns // max(1, longest.number)
+            waits[thread] = _Turns(turns.waited_ns - begun.waited_ns, turns.number - begun.number)
+        longest = max(waits.values(), default=_Turns(0, 0))
+        of_messages = max(
+            (turns for thread, turns in waits.items() if thread in self.message_threads),
+            default=_Turns(0, 0),
+        )
+        return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
         """Returns the clocks of the processor that this process used last; 0 if unknown."""
@@ -322,10 +349,17 @@ class MachineCounters:
     def _list_threads(self) -> None:
         """Opens the files of new threads, and closes the files of threads that have ended."""
         try:
-            listed = set(sorted(os.listdir("/proc/self/task"), key=int)[:_MOST_THREADS])
+            listed = set(sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS])
         except OSError:
             return
-        _renew(self._threads, listed, "/proc/self/task/{}/schedstat", _turns)
+        _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
+        # The thread that calls runs the actions; Linux has no names of Python's threads.
+        names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+        self.message_threads = {str(threading.get_native_id())} | {
+            thread
+            for thread in listed
+            if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
+        }
 
     def _list_readers(self) -> None:
         """Opens the files of this process and of its children, which may read data for it.
@@ -334,7 +368,7 @@ class MachineCounters:
         """
         listed = {"self"}
         for thread in self._threads:
-            file = _opened(f"/proc/self/task/{thread}/children")
+            file = _opened(f"{_TASKS}/{thread}/children")
             if file is not None:
                 with file:
                     listed.update(os.fsdecode(file.read(_MOST_BYTES)).split()[:_MOST_CHILDREN])
@@ -395,6 +429,15 @@ def _opened(path: str) -> BinaryIO | None:
         return open(path, "rb", buffering=0)
     except OSError:
         return None
+
+
+def _name_of(thread: str) -> str:
+    """Returns the kernel's name of a thread of this process, empty if it has ended."""
+    file = _opened(f"{_TASKS}/{thread}/comm")
+    if file is None:
+        return ""
+    with file:
+        return _Source(file, os.fsdecode).value() or ""
 
 
 def _throttled_ns(text: bytes) -> int:

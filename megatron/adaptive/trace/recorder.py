@@ -112,6 +112,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Whether an iteration has begun and has not ended; only then are spans recorded."""
         return self._rows is not None
 
+    @property
+    def rows(self) -> tuple[SpanRow, ...]:
+        """Spans of the current iteration that were recorded so far; empty if there is none."""
+        return tuple(self._rows or ())
+
     def begin_iteration(
         self,
         iteration: int,

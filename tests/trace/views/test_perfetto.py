@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.kernels import KernelFile, StepKernels, TimedKernel, read_steps, summed
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.span_columns import match_messages
@@ -205,6 +206,28 @@ def test_what_is_too_much_is_left_out_and_said(
     assert "the last 1 of 3 iterations" in note
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     assert len(of_phase(events, "X")) == count
+
+
+def test_kernels_are_read_once_however_much_is_left_out(
+    run: RunTrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = KernelFile(run.origin, 0)
+    for iteration in run.iterations:
+        file.add(summed(iteration, "cpu", [TimedKernel("a", 5, 9)] * 1000, ()))
+    file.close()
+    reads = Counter[int]()
+
+    def counted(run: RunTrace, rank: int) -> list[StepKernels]:
+        reads[rank] += 1
+        return read_steps(run, rank)
+
+    monkeypatch.setattr(perfetto, "read_steps", counted)
+    count = sum(len(trace.table([3])) for trace in run.ranks.values())
+    monkeypatch.setattr(perfetto, "MAX_SPANS", count + 1500)
+    (note,) = write_perfetto(run, tmp_path / "a.json", run.iterations)
+    assert "the last 1 of 3 iterations" in note
+    # They are read for the limit, and to be written.
+    assert reads == dict.fromkeys(run.ranks, 2)
 
 
 def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _within_limit(
             "nothing to write"
         )
     asked = len(chosen)
-    while len(chosen) > 1 and _num_slices(run, chosen, ranks) > MAX_SPANS:
+    counts = _num_slices(run, chosen, ranks)
+    while len(chosen) > 1 and sum(counts[iteration] for iteration in chosen) > MAX_SPANS:
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
@@ -187,17 +188,18 @@ def _within_limit(
     return chosen, ranks, notes
 
 
-def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> int:
-    """Returns the approximate number of slices of some ranks in some iterations."""
-    details = 0
+def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
+    """Returns the approximate number of slices of some ranks by iteration."""
+    counts = {iteration: run.num_spans([iteration], ranks) for iteration in iterations}
     for rank in ranks:
         trace = run.ranks[rank]
-        steps = read_steps(run, rank)
-        details += sum(len(step.kept) for step in steps if step.iteration in iterations)
+        for step in read_steps(run, rank):
+            if step.iteration in counts:
+                counts[step.iteration] += len(step.kept)
         for iteration in iterations:
-            details += len(trace.layer_passes(iteration))
-            details += sum(3 * len(group.kept) for group in trace.collectives(iteration))
-    return run.num_spans(iterations, ranks) + details
+            counts[iteration] += len(trace.layer_passes(iteration))
+            counts[iteration] += sum(3 * len(group.kept) for group in trace.collectives(iteration))
+    return counts
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
