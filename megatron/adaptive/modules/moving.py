@@ -26,11 +26,9 @@ from megatron.adaptive.modules.batch import Signature
 from megatron.adaptive.modules.cutting import keep_only
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recordings import CutForwards, KeptPart
+from megatron.adaptive.modules.update import PARAMETER_LISTS, PARAMETER_NAMES
 
 _PLAIN = (bool, int, float, str, type(None))
-_NAMES = "param_names"
-_OF_PARAMETERS = frozenset({"params", _NAMES})
-"""Keys of a parameter group whose values have one entry per parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +214,7 @@ class SegmentMover:
         if optimizer is None:
             return None
         return [
-            {key: _text(value) for key, value in group.items() if key not in _OF_PARAMETERS}
+            {key: _text(value) for key, value in group.items() if key not in PARAMETER_LISTS}
             for group in optimizer.param_groups
         ]
 
@@ -260,7 +258,9 @@ class SegmentMover:
                 for slot, parameter in enumerate(group["params"]):
                     if parameter is tensor:
                         parcel.group = index
-                        parcel.label = group[_NAMES][slot] if _NAMES in group else None
+                        parcel.label = (
+                            group[PARAMETER_NAMES][slot] if PARAMETER_NAMES in group else None
+                        )
             for key, value in optimizer.state.get(tensor, {}).items():
                 if not isinstance(value, torch.Tensor):
                     parcel.plain[key] = value
@@ -386,7 +386,7 @@ def _replace_parameters(
         optimizer.state.pop(parameter, None)
     for group in optimizer.param_groups:
         stays = [id(each) in present for each in group["params"]]
-        for key in _OF_PARAMETERS & group.keys():
+        for key in PARAMETER_LISTS & group.keys():
             group[key] = list(itertools.compress(group[key], stays))
     for name, parcel in received.items():
         if name not in parameters or parcel.group is None:
@@ -394,8 +394,8 @@ def _replace_parameters(
         parameter = parameters[name]
         group = optimizer.param_groups[parcel.group]
         group["params"].append(parameter)
-        if _NAMES in group:
-            group[_NAMES].append(name if parcel.label is None else parcel.label)
+        if PARAMETER_NAMES in group:
+            group[PARAMETER_NAMES].append(name if parcel.label is None else parcel.label)
         state: dict[str, Any] = dict(parcel.plain)
         for key, value in parcel.tensors.items():
             state[key] = value if key in parcel.on_host else value.to(parameter.device)
