@@ -103,6 +103,7 @@ def require_names(pipeline: Pipeline) -> None:
     parameters = {name: p for name, p in pipeline.named_parameters() if p.requires_grad}
     assert len(pairs) == len(parameters)
     assert all(parameter is parameters[name] for name, parameter in pairs)
+    assert all(vars(parameter)["later"] == name for name, parameter in pairs)
 
 
 class Reference:
@@ -161,6 +162,8 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
     ) as pipeline:
         SLEEP_S[0] = seconds
         pipeline.set_optimizer(adam(pipeline.named_parameters()))
+        for name, parameter in pipeline.named_parameters():
+            vars(parameter)["later"] = name
         optimizer = pipeline._update.optimizer
         plan = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
         partitions = [pipeline.partition]
