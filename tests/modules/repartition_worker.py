@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,51 @@ def sleeping_model() -> torch.nn.Module:
     model = Knotty()
     model.blocks = torch.nn.ModuleList(SlowLinear(WIDTH, WIDTH) for _ in model.blocks)
     model.blocks[2].requires_grad_(False)
+    return marked(model)
+
+
+def marked(model: torch.nn.Module) -> torch.nn.Module:
+    """Gives each parameter an attribute for the optimizer, and returns the model."""
+    for number, parameter in enumerate(model.parameters()):
+        vars(parameter)["shrink"] = 1 - 0.001 * number
     return model
 
 
-def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns an optimizer with two groups of parameters."""
-    groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
-    return torch.optim.AdamW(
+class Shrinking(torch.optim.AdamW):
+    """An optimizer that reads an attribute of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Updates the parameters, and shrinks them."""
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(getattr(parameter, "shrink", 1.0))
+
+
+def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Returns an optimizer with two groups of parameters, which have names."""
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    groups = [
+        [(name, parameter) for name, parameter in trained if (parameter.dim() > 1) is is_matrix]
+        for is_matrix in (True, False)
+    ]
+    return Shrinking(
         [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0, "lr": 0.01}], lr=0.02
     )
+
+
+def require_names(pipeline: Pipeline) -> None:
+    """Checks that the optimizer has the parameters that are trained here, each by its name."""
+    pairs = [
+        pair
+        for group in pipeline._update.optimizer.param_groups
+        for pair in zip(group["param_names"], group["params"], strict=True)
+    ]
+    parameters = {name: p for name, p in pipeline.named_parameters() if p.requires_grad}
+    assert len(pairs) == len(parameters)
+    assert all(parameter is parameters[name] for name, parameter in pairs)
+    assert all(vars(parameter)["later"] == name for name, parameter in pairs)
 
 
 class Reference:
@@ -74,7 +111,7 @@ class Reference:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.optimizer = adam([p for p in model.parameters() if p.requires_grad])
+        self.optimizer = adam(model.named_parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
@@ -107,7 +144,8 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
     """Trains until segments have moved and gone back; returns the partitions."""
     model = sleeping_model()
-    reference = Reference(copy.deepcopy(model))
+    # A copy of a parameter lacks its attributes.
+    reference = Reference(marked(copy.deepcopy(model)))
     batches = [make_batch(8, seed) for seed in range(3)]
     seconds = SLEEP_S[0]
     SLEEP_S[0] = 0.0
@@ -123,7 +161,9 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
         repartition_interval=4,
     ) as pipeline:
         SLEEP_S[0] = seconds
-        pipeline.set_optimizer(adam)
+        pipeline.set_optimizer(adam(pipeline.named_parameters()))
+        for name, parameter in pipeline.named_parameters():
+            vars(parameter)["later"] = name
         optimizer = pipeline._update.optimizer
         plan = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
         partitions = [pipeline.partition]
@@ -136,6 +176,7 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
             if pipeline.partition != partitions[-1]:
                 partitions.append(pipeline.partition)
                 require_same(pipeline, reference.model)
+                require_names(pipeline)
                 SLEEP_S[0] *= 3
                 if len(partitions) == 2:
                     pipeline.save(folder / "checkpoints")

@@ -11,7 +11,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import BatchShape
 from megatron.adaptive.modules.cutting import balanced, check_groups, given_partition, keep_only
 from megatron.adaptive.modules.program import MessageLayout
-from megatron.adaptive.modules.segments import check_replay
+from megatron.adaptive.modules.segments import check_replay, optimizer_seconds
 from megatron.adaptive.modules.tape import Value
 from megatron.adaptive.modules.update import LossScale
 
@@ -87,6 +87,47 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
     others = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     assert others == {name for name, _ in knotty().named_parameters()} - set(held)
     assert model.mixer.weight.shape == (8, 8)
+
+
+class Scaled(torch.nn.Parameter):
+    """A parameter whose constructor needs more than values."""
+
+    def __new__(cls, values: torch.Tensor, scale: float) -> Scaled:
+        parameter: Scaled = torch.Tensor._make_subclass(cls, values, require_grad=True)
+        parameter.scale = scale
+        return parameter
+
+    scale: float
+
+
+def test_a_parameter_that_leaves_and_returns_keeps_class_and_attributes() -> None:
+    model: Any = knotty()
+    model.blocks[0].weight = Scaled(torch.ones(8, 8), 0.5)
+    model.blocks[1].weight.no_decay = True
+    model.norm.running_mean.note = "kept"
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    for kept, is_meta in ((set(), True), (names, False)):
+        keep_only(model, kept, CPU)
+        assert model.blocks[0].weight.is_meta is is_meta
+        assert type(model.blocks[0].weight) is Scaled
+        assert model.blocks[0].weight.requires_grad
+        assert model.blocks[0].weight.scale == 0.5
+        assert type(model.blocks[1].weight) is torch.nn.Parameter
+        assert model.blocks[1].weight.no_decay
+        assert model.norm.running_mean.note == "kept"
+
+
+def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.weight.rate, model.bias.rate = 0.1, 0.2
+    rates: list[list[float]] = []
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        rates.append([parameter.rate for parameter in parameters])  # type: ignore[attr-defined]
+        return torch.optim.SGD(parameters)
+
+    optimizer_seconds(model, CPU, make)
+    assert rates == [[0.1, 0.2]]
 
 
 class Sly(torch.nn.Module):

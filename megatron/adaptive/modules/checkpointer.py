@@ -31,7 +31,7 @@ from megatron.adaptive.checkpoint.snapshots import SnapshotState
 from megatron.adaptive.checkpoint.writer import Part, Piece, TakenState
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
-from megatron.adaptive.modules.update import LossScale, Update
+from megatron.adaptive.modules.update import PARAMETER_LISTS, LossScale, Update
 
 _FORMER_STATE = "state.pt"
 _MODEL = "model."
@@ -304,7 +304,7 @@ class Checkpointer:
     @staticmethod
     def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options of a parameter group that can be saved, such as the learning rate."""
-        plain = {key: _plain(value) for key, value in group.items() if key != "params"}
+        plain = {key: _plain(value) for key, value in _without_lists(group).items()}
         return {key: value for key, value in plain.items() if isinstance(value, (*_PLAIN, list))}
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -348,7 +348,7 @@ class Checkpointer:
                 "the saved type, or give optimizer=False"
             )
         for _, names in self._groups():
-            options = [manifest["options"].get(name) for name in names]
+            options = [_without_lists(manifest["options"].get(name, {})) for name in names]
             unequal = [
                 n
                 for n, group_options in zip(names, options, strict=True)
@@ -396,7 +396,8 @@ class Checkpointer:
             for name, number in zip(names, saved["params"], strict=True):
                 if states[name]:
                     content["state"][number] = dict(states[name])
-            for key, value in (options.get(names[0], {}) if names else {}).items():
+            options_of_group = options.get(names[0], {}) if names else {}
+            for key, value in _without_lists(options_of_group).items():
                 saved[key] = _like(value, group.get(key))
         optimizer.load_state_dict(content)
 
@@ -489,6 +490,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a parameter group without its lists of parameters and names."""
+    # Older checkpoints have names among the options.
+    return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 
 def _like(saved: Any, present: Any) -> Any:

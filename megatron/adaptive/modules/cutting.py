@@ -430,9 +430,10 @@ def keep_only(
 ) -> dict[str, torch.Tensor]:
     """Moves the named parameters and buffers to a device, and frees the memory of all others.
 
-    Kept parameters remain the same Python objects. Only kept parameters on the ``meta`` device are
-    replaced, by parameters with memory whose values are not set. Parameters and buffers that are
-    not kept are replaced by tensors of the same shape on the ``meta`` device.
+    Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
+    replaced by parameters with memory, whose values are not set. The other tensors are replaced by
+    tensors of the same shape on the ``meta`` device. A replacement gets the class and the Python
+    attributes of the former parameter, such as a ``no_decay`` that the model's code has set.
 
     Args:
         model: The user's whole model.
@@ -450,10 +451,7 @@ def keep_only(
             parameter.data = parameter.data.to(device)
             held[name] = parameter
             continue
-        replacement = torch.nn.Parameter(
-            torch.empty_like(parameter, device=device if name in keep else "meta"),
-            requires_grad=parameter.requires_grad,
-        )
+        replacement = _parameter_like(parameter, device if name in keep else "meta")
         by_id[id(parameter)] = replacement
         if name in keep:
             held[name] = replacement
@@ -464,6 +462,8 @@ def keep_only(
             by_id[id(buffer)] = held[name] = buffer.to(device)
         else:
             by_id[id(buffer)] = torch.empty_like(buffer, device="meta")
+        if by_id[id(buffer)] is not buffer:
+            vars(by_id[id(buffer)]).update(vars(buffer))
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in tables:
@@ -471,3 +471,17 @@ def keep_only(
                 if tensor is not None and id(tensor) in by_id:
                     tensors[key] = by_id[id(tensor)]
     return held
+
+
+def _parameter_like(
+    parameter: torch.nn.Parameter, device: torch.device | str
+) -> torch.nn.Parameter:
+    """Returns a parameter of the same shape, class and attributes, whose values are not set."""
+    values = torch.empty_like(parameter.detach(), device=device)
+    replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    kind = type(parameter)
+    if kind is not type(replacement) and issubclass(kind, torch.nn.Parameter):
+        # The constructor of a derived class may take other arguments, so it is not called.
+        replacement = torch.Tensor._make_subclass(kind, values, parameter.requires_grad)
+    vars(replacement).update(vars(parameter))
+    return replacement

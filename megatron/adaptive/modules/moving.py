@@ -12,6 +12,7 @@ Messages go over gloo, from host memory to host memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,6 +26,7 @@ from megatron.adaptive.modules.batch import Signature
 from megatron.adaptive.modules.cutting import keep_only
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.recordings import CutForwards, KeptPart
+from megatron.adaptive.modules.update import PARAMETER_LISTS, PARAMETER_NAMES
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -37,14 +39,15 @@ class _Holdings:
         position: Replica and position in the pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
         needed: Names of the parameters and buffers that the rank keeps after the move.
-        groups: Options of the optimizer's parameter groups; ``None`` without an optimizer.
+        groups: Options of each of the optimizer's parameter groups as text, by key; ``None``
+            without an optimizer.
         refusal: Reason why the rank cannot change its segments; empty if it can.
     """
 
     position: tuple[int, int]
     held: frozenset[str]
     needed: frozenset[str]
-    groups: list[str] | None
+    groups: list[dict[str, str]] | None
     refusal: str
 
 
@@ -69,14 +72,18 @@ class _Parcel:
 
     Attributes:
         value: Values of the parameter or buffer.
+        attributes: Plain values among the Python attributes, by name.
         group: Index of the optimizer's parameter group; ``None`` if the tensor is in no group.
+        label: Name in the ``param_names`` of that group; ``None`` if the group has no names.
         tensors: Tensors of the optimizer's state, by key.
         on_host: Keys of the tensors that the optimizer keeps in host memory.
         plain: Other values of the optimizer's state, by key.
     """
 
     value: torch.Tensor
+    attributes: dict[str, Any] = field(default_factory=dict)
     group: int | None = None
+    label: str | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     on_host: set[str] = field(default_factory=set)
     plain: dict[str, Any] = field(default_factory=dict)
@@ -126,9 +133,9 @@ class SegmentMover:
         for rank, of_rank in enumerate(everyone):
             if of_rank.refusal:
                 return f"rank {rank}: {of_rank.refusal}"
-        options = [of_rank.groups for of_rank in everyone if of_rank.groups is not None]
-        if any(of_rank != options[0] for of_rank in options):
-            return "the optimizers of two ranks have different parameter groups or options"
+        difference = _difference([of_rank.groups for of_rank in everyone])
+        if difference:
+            return difference
         has = set().union(*(each.held for each in everyone if each.position[0] == 0))
         lacking = sorted(set().union(*(each.needed for each in everyone)) - has)
         if lacking:
@@ -201,13 +208,13 @@ class SegmentMover:
                     return f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}"
         return ""
 
-    def _options(self) -> list[str] | None:
-        """Returns the options of each parameter group as text; ``None`` without an optimizer."""
+    def _options(self) -> list[dict[str, str]] | None:
+        """Returns the options of each parameter group as text, ``None`` without an optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return None
         return [
-            repr(sorted((key, value) for key, value in group.items() if key != "params"))
+            {key: _text(value) for key, value in group.items() if key not in PARAMETER_LISTS}
             for group in optimizer.param_groups
         ]
 
@@ -244,12 +251,16 @@ class SegmentMover:
     def _send(self, name: str, rank: int) -> None:
         """Sends a parameter or buffer, with its optimizer state, to another rank."""
         tensor = self._assembly.held[name]
-        parcel = _Parcel(value=tensor.detach())
+        parcel = _Parcel(value=tensor.detach(), attributes=_plain_attributes(tensor))
         optimizer = self._update.optimizer
         if optimizer is not None and isinstance(tensor, torch.nn.Parameter):
             for index, group in enumerate(optimizer.param_groups):
-                if any(parameter is tensor for parameter in group["params"]):
-                    parcel.group = index
+                for slot, parameter in enumerate(group["params"]):
+                    if parameter is tensor:
+                        parcel.group = index
+                        parcel.label = (
+                            group[PARAMETER_NAMES][slot] if PARAMETER_NAMES in group else None
+                        )
             for key, value in optimizer.state.get(tensor, {}).items():
                 if not isinstance(value, torch.Tensor):
                     parcel.plain[key] = value
@@ -259,8 +270,11 @@ class SegmentMover:
                     parcel.on_host.add(key)
         tensors = [parcel.value, *parcel.tensors.values()]
         shapes = [(tuple(each.shape), each.dtype) for each in tensors]
-        header = (shapes, parcel.group, list(parcel.tensors), parcel.on_host, parcel.plain)
-        dist.send_object_list([header], dst=rank, group=self._mesh.control_group)
+        # The tensors follow one by one, so that they are not pickled.
+        header = dataclasses.replace(
+            parcel, value=torch.empty(0), tensors=dict.fromkeys(parcel.tensors, torch.empty(0))
+        )
+        dist.send_object_list([(shapes, header)], dst=rank, group=self._mesh.control_group)
         for each in tensors:
             if each.numel():
                 content = each.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -270,7 +284,7 @@ class SegmentMover:
         """Receives a parameter or buffer that :meth:`_send` on another rank sends."""
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._mesh.control_group)
-        shapes, group, keys, on_host, plain = box[0]
+        shapes, parcel = box[0]
         tensors = []
         for shape, dtype in shapes:
             content = torch.empty(shape, dtype=dtype)
@@ -279,13 +293,9 @@ class SegmentMover:
                     content.reshape(-1).view(torch.uint8), src=rank, group=self._mesh.control_group
                 )
             tensors.append(content)
-        return _Parcel(
-            value=tensors[0],
-            group=group,
-            tensors=dict(zip(keys, tensors[1:], strict=True)),
-            on_host=on_host,
-            plain=plain,
-        )
+        parcel.value = tensors[0]
+        parcel.tensors = dict(zip(parcel.tensors, tensors[1:], strict=True))
+        return cast(_Parcel, parcel)
 
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
         """Keeps only the tensors of the new stages, and uses the recordings cut into these stages.
@@ -301,6 +311,7 @@ class SegmentMover:
         with torch.no_grad():
             for name, parcel in received.items():
                 kept[name].copy_(parcel.value)
+                vars(kept[name]).update(parcel.attributes)
         # Programs, checkpoints and later recordings refer to this dictionary.
         held.clear()
         held.update(kept)
@@ -317,6 +328,45 @@ class SegmentMover:
         if self._update.optimizer is not None:
             _replace_parameters(self._update.optimizer, former, parameters, received)
         self._assembly.recordings.use(plan.part, plan.cuts)
+
+
+def _text(value: object) -> str:
+    """Returns an option as text, in which a tensor appears by its values, without its device."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)
+
+
+def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
+    """Returns in which option the optimizers of two ranks differ, empty if they are alike.
+
+    Args:
+        groups: Options of each parameter group as text, by rank; ``None`` without an optimizer.
+    """
+    optimizers = [(rank, options) for rank, options in enumerate(groups) if options is not None]
+    for rank, options in optimizers[1:]:
+        first, expected = optimizers[0]
+        if len(options) != len(expected):
+            return (
+                f"the optimizer of rank {first} has {len(expected)} parameter groups, and that of "
+                f"rank {rank} has {len(options)}: make the same groups on all ranks"
+            )
+        for index, (left, right) in enumerate(zip(expected, options, strict=True)):
+            for key in sorted(left.keys() | right.keys()):
+                texts = [options.get(key, "missing") for options in (left, right)]
+                if texts[0] != texts[1]:
+                    return (
+                        f"option {key} of the optimizer's parameter group {index} is {texts[0]} on "
+                        f"rank {first} and {texts[1]} on rank {rank}: use the same on all ranks"
+                    )
+    return ""
+
+
+def _plain_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the Python attributes of a parameter or buffer that are plain values, by name."""
+    return {key: value for key, value in vars(tensor).items() if isinstance(value, _PLAIN)}
 
 
 def _replace_parameters(
@@ -338,12 +388,17 @@ def _replace_parameters(
     for parameter in gone:
         optimizer.state.pop(parameter, None)
     for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if id(each) in present]
+        stays = [id(each) in present for each in group["params"]]
+        for key in PARAMETER_LISTS & group.keys():
+            group[key] = list(itertools.compress(group[key], stays))
     for name, parcel in received.items():
         if name not in parameters or parcel.group is None:
             continue
         parameter = parameters[name]
-        optimizer.param_groups[parcel.group]["params"].append(parameter)
+        group = optimizer.param_groups[parcel.group]
+        group["params"].append(parameter)
+        if PARAMETER_NAMES in group:
+            group[PARAMETER_NAMES].append(name if parcel.label is None else parcel.label)
         state: dict[str, Any] = dict(parcel.plain)
         for key, value in parcel.tensors.items():
             state[key] = value if key in parcel.on_host else value.to(parameter.device)

@@ -11,14 +11,21 @@ Segments with the same work and equally large parameters are of one kind, such a
 encoder. The time of a stage is divided among its segments by their counted work, summed over the
 microbatches that were trained. For example, microbatches with many images make the segments of an
 image encoder expensive.
+
+Whether a move has paid is judged by the time per counted work before and after it, because steps
+may become larger or smaller in between.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.schedule import format_partition
@@ -44,6 +51,37 @@ from megatron.adaptive.rebalance.judgement import (
 from megatron.adaptive.rebalance.time_limit import LIMIT_S
 
 _WARM_UP = 1
+_SIMILAR_WORK = 0.1
+"""Largest fraction by which a step's counted work may have changed if a move is to be judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pace:
+    """Contains the speed of steps on the slowest rank, and their size.
+
+    Attributes:
+        work_s: Median time of a step per unit of its counted work, in seconds.
+        work: Median counted work of a step, in multiplications.
+    """
+
+    work_s: float
+    work: float
+
+
+def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[float]]) -> _Pace:
+    """Returns the pace of the steps since the last decision.
+
+    Args:
+        measured: Measurements of each rank of the job.
+        works: Counted work of each of these steps, by rank. It differs between replicas.
+    """
+    count = min(len(of_rank) for of_rank in works)
+    largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]
+    spans_s = [max(of_rank.spans_s[step] for of_rank in measured) for step in range(count)]
+    return _Pace(
+        work_s=statistics.median(map(operator.truediv, spans_s, largest)),
+        work=statistics.median(largest),
+    )
 
 
 def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
@@ -113,7 +151,9 @@ class SegmentBalancer:
         self._sizes = _segment_sizes(request, assembly)
         self._kinds = _segment_kinds(assembly, self._sizes)
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)
-        self._promise: Move | None = None
+        self._works: deque[float] = deque(maxlen=MOST_STEPS)
+        self._pace = _Pace(work_s=0.0, work=0.0)
+        self._promise: tuple[Move, _Pace] | None = None
         self._told: set[str] = set()
         self._work: list[float] = []
         self._begin()
@@ -147,6 +187,7 @@ class SegmentBalancer:
             lane = action.kind, action.chunk
             totals[lane] = totals.get(lane, 0.0) + nanoseconds / count
         self._steps.append((totals, times.span_s))
+        self._works.append(sum(programs.work for programs in work.programs))
         for programs in work.programs:
             self._work = [
                 total + each for total, each in zip(self._work, programs.segment_work, strict=True)
@@ -154,15 +195,17 @@ class SegmentBalancer:
         self._since += 1
         if self._since < self._interval:
             return None
-        measured = self._mesh.gather(self._measurements(work))
+        gathered = self._mesh.gather((self._measurements(work), tuple(self._works)))
+        measured = [of_rank for of_rank, _ in gathered]
+        self._pace = _pace_of(measured, [works for _, works in gathered])
         candidate = self._orders.candidate(count)
         decide = functools.partial(
             judge, measured, candidate, self.partition, count, self._gain, least_layers=1
         )
-        move, step_s, is_late = self._mesh.on_first(decide)
+        move, _, is_late = self._mesh.on_first(decide)
         if is_late:
             self._say(f"segments stay, as no partition was simulated within {LIMIT_S:g} s")
-        way_back = self._compare(step_s)
+        way_back = self._compare(self._pace)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
 
@@ -181,7 +224,7 @@ class SegmentBalancer:
                 self._say(f"{format_partition(before)} stays: {refusal}")
             return False
         self._balance.use(self.partition)
-        self._promise = None if move.is_return else move
+        self._promise = None if move.is_return else (move, self._pace)
         self._begin()
         segments = travelling(before, self.partition, self._orders.placement)
         predicted = (
@@ -202,18 +245,33 @@ class SegmentBalancer:
 
     def _forget(self) -> None:
         self._steps.clear()
+        self._works.clear()
         self._since = 0
         self._work = [0.0] * len(self._sizes)
 
-    def _compare(self, step_s: float) -> Move | None:
-        """Prints the gain of the last move, if there was a move since the last check.
+    def _compare(self, pace: _Pace) -> Move | None:
+        """Logs the gain of the last move, if there was a move since the last check.
 
         Returns the move back to the former partition if steps did not become faster.
         """
-        promise, self._promise = self._promise, None
-        if promise is None:
+        if self._promise is None:
             return None
-        outcome = compare(promise, step_s, self._gain, self._least_gain, self._print)
+        (move, before), self._promise = self._promise, None
+        change = pace.work / before.work - 1
+        if abs(change) > _SIMILAR_WORK:
+            self._say(
+                f"the last move is not judged, as the counted work of a step has changed by "
+                f"{change:+.1%} since"
+            )
+            return None
+        outcome = compare(
+            dataclasses.replace(move, before_s=before.work_s * before.work),
+            pace.work_s * before.work,
+            self._gain,
+            self._least_gain,
+            self._print,
+            step="a step" if pace.work == before.work else "a step of the former work",
+        )
         self._gain = outcome.gain
         return outcome.way_back
 

@@ -278,6 +278,8 @@ def optimizer_seconds(
     for parameter in trained:
         if total + parameter.numel() <= _MOST_NUMBERS:
             chosen.append(torch.nn.Parameter(torch.zeros_like(parameter, device=device)))
+            # Some optimizers read attributes that the model's code has set.
+            vars(chosen[-1]).update(vars(parameter))
             total += parameter.numel()
     if not trained:
         return 0.0

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
     from megatron.adaptive.modules.segments import MakeOptimizer
 
+PARAMETER_NAMES = "param_names"
+PARAMETER_LISTS = frozenset({"params", PARAMETER_NAMES})
+"""Keys of an optimizer's parameter group whose values have one entry per parameter."""
 _BUCKET_BYTES = 32 << 20
 
 

@@ -225,7 +225,13 @@ def _with_least(
 
 
 def compare(
-    promise: Move, step_s: float, gain: float, least_gain: float, message: Callable[[str], None]
+    promise: Move,
+    step_s: float,
+    gain: float,
+    least_gain: float,
+    message: Callable[[str], None],
+    *,
+    step: str = "a step",
 ) -> MoveOutcome:
     """Compares the measured gain of a move with the predicted gain, and logs both.
 
@@ -235,10 +241,11 @@ def compare(
         gain: Minimum predicted gain that was required of the move, as a fraction of the step time.
         least_gain: Smallest required gain, from the settings.
         message: Function that writes a line to the log.
+        step: Name of the compared step in this line.
     """
     gained = 1 - step_s / promise.before_s
     message(
-        f"  repartition: a step takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
+        f"  repartition: {step} takes {step_s * 1e3:.4g} ms, {gained:.1%} less than before "
         f"({promise.gain:.1%} was predicted)"
     )
     next_gain = least_gain if gained >= promise.gain / 2 else 2 * gain
