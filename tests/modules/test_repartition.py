@@ -26,6 +26,7 @@ from megatron.adaptive.modules.repartition import SegmentBalancer  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
 
 WORKER = Path(__file__).with_name("repartition_worker.py")
+MOVING = Path(__file__).with_name("moving_worker.py")
 LIMIT_S = 200.0
 
 
@@ -53,6 +54,30 @@ def test_segments_move_and_go_back_and_numbers_stay(
     assert text.count(" moved in ") == len(others)
     assert f"repartition: {partition} -> " in text
     assert "the last move gained nothing" in text
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("settings_that_differ_are_named", ""),
+        (
+            "a_failed_save_does_not_end_a_run_whose_segments_move",
+            "training waits until that of iteration 4 is written in its place",
+        ),
+        (
+            "a_slow_search_ends_before_other_ranks_stop_to_wait",
+            "repartition: segments stay, as no partition was simulated within 6 s",
+        ),
+    ],
+)
+def test_on_two_ranks(tmp_path: Path, program: str, line: str) -> None:
+    log = tmp_path / "log"
+    status = run_ranks(
+        [str(MOVING), str(tmp_path), program], world_size=2, log=log, limit_s=LIMIT_S
+    )
+    assert status == 0, tail(log)
+    assert line in log.read_text()
 
 
 @pytest.mark.parametrize(

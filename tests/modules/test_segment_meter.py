@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.adaptive import CutPoint
+from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.modules.cutting import segment_kinds, slice_tape
@@ -16,6 +17,7 @@ from megatron.adaptive.modules.recompute import recomputed_ranges
 from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
 from megatron.adaptive.modules.segments import tensors_of
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.read import read_run
 
 from .ranks import CPU, Case
 
@@ -165,3 +167,37 @@ def test_segments_of_a_rank_and_their_kinds() -> None:
     kinds = segment_kinds(make_case().forwards.training)
     assert len(kinds) == BLOCKS
     assert kinds[1] not in (kinds[0], kinds[-1])
+
+
+class Counting(torch.nn.Module):
+    """Blocks that all change one buffer, so that only one stage can have them."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        for block, cut in zip(self.blocks, [*self.cuts, torch.nn.Identity()], strict=True):
+            self.steps.add_(1.0)
+            x = cut(torch.tanh(block(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("detail", ["layers", "collectives"])
+def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path: Path) -> None:
+    """Tracing refused the model, as if each segment were a stage."""
+    batch = {"x": torch.randn(4, WIDTH)}
+    with Pipeline(
+        Counting(), batch, micro_batch_size=2, trace_dir=str(tmp_path), trace_detail=detail
+    ) as pipeline:
+        pipeline.step(batch)
+        kinds = pipeline._assembly.segment_kinds
+        assert pipeline.model.steps == 2 * BLOCKS
+    assert kinds[1] == kinds[2] == kinds[3]
+    assert len(set(kinds)) == 3
+    assert read_run(tmp_path).complete_iterations() == (1,)

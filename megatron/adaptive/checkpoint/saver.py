@@ -162,17 +162,23 @@ class CheckpointSaver:
                     return step, path
         return None
 
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being written in the background, if there is one.
+
+        If the checkpoint could not be written, the next call of another method reports the failure.
+        """
+        if self._pending is not None:
+            self._pending.join()
+
     def finish(self) -> None:
         """Waits for the checkpoint that is being written in the background, if there is one.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
         """
+        self.wait()
         pending = self._pending
-        if pending is None:
-            return
-        pending.join()
-        if pending.failure is not None:
+        if pending is not None and pending.failure is not None:
             self._pending = None
             raise pending.failure
 

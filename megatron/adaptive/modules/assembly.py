@@ -13,6 +13,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
 from megatron.adaptive.engine.executor_setup import require_equal_settings
+from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import (
     Microbatch,
@@ -59,7 +60,10 @@ _ALIKE = (
     "repartition",
     "repartition_interval",
     "repartition_gain",
+    "pipeline_size",
     "micro_batch_size",
+    "batch_size",
+    "trace_detail",
     "schedule",
     "chunks",
     "activation_cap",
@@ -264,7 +268,7 @@ class Assembly:
     segment_kinds: tuple[int, ...]
 
 
-def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
+def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. Collective over all ranks.
 
     If ranks differed, they would wait for messages or sums that never come. A parameter that is
@@ -274,6 +278,9 @@ def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
         ConfigError: If ranks differ. The message names the first difference.
     """
     settings = {name: f"{name}={getattr(request, name)!r}" for name in _ALIKE}
+    settings["trace_dir"] = "no trace_dir" if request.trace_dir is None else "a trace_dir"
+    transport = request.transport or TransportConfig()
+    settings["transport"] = f"transport={transport.transport!r}"
     count = 0
     for name, parameter in request.model.named_parameters():
         kind = "trained" if parameter.requires_grad else "frozen"
@@ -281,7 +288,7 @@ def require_alike(request: PipelineSettings, mesh: Mesh) -> None:
         settings[f"parameter {name}"] = f"{kind} parameter {name} {shape}"
         count += 1
     settings["number of parameters"] = f"{count} parameters"
-    require_equal_settings(settings, mesh.control_group)
+    require_equal_settings(settings, job.control_group)
 
 
 def assemble(

@@ -186,7 +186,9 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
     Raises:
         ConfigError: If a stage changes a tensor in place that another stage also uses.
     """
-    return _Slicer(tape, partition).run()
+    slicer = _Slicer(tape, partition)
+    slicer.check_changes()
+    return slicer.run()
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:
@@ -219,10 +221,9 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
     """Returns a number for each segment; segments that make the same calls have equal numbers."""
     numbers: dict[str, int] = {}
-    return tuple(
-        numbers.setdefault(signature_of(tape, plan), len(numbers))
-        for plan in slice_tape(tape, (1,) * tape.num_segments)
-    )
+    # Segments of one stage may change the same buffer, so check_changes() would refuse such models.
+    plans = _Slicer(tape, (1,) * tape.num_segments).run()
+    return tuple(numbers.setdefault(signature_of(tape, plan), len(numbers)) for plan in plans)
 
 
 def _needed(tape: Tape) -> list[int]:
@@ -262,7 +263,6 @@ class _Slicer:
     def run(self) -> list[StagePlan]:
         """Returns the plan of each stage, in order."""
         tape = self._tape
-        self._check_changes()
         members: list[set[int]] = [set() for _ in self._plans]
         for number in self._calls:
             stage = self._stage_of[tape.calls[number].segment]
@@ -337,7 +337,7 @@ class _Slicer:
                 if old in received or value.source in ("input", "constant"):
                     plan.copied.add(old)
 
-    def _check_changes(self) -> None:
+    def check_changes(self) -> None:
         """Raises a ``ConfigError`` if a stage changes a tensor in place that another one reads."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}

@@ -324,7 +324,10 @@ class SegmentMover:
             positions for positions in layout.shared.values() if positions not in self._grouped
         )
         self._grouped.update(new_sets)
-        self._update.use(parameters, layout.shared, mesh.groups_of(new_sets))
+        groups = mesh.groups_of(new_sets)
+        # settle() took the groups that existed before, and close() destroys only those in the list.
+        mesh.groups.extend(groups.values())
+        self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
             _replace_parameters(self._update.optimizer, former, parameters, received)
         self._assembly.recordings.use(plan.part, plan.cuts)

@@ -32,7 +32,6 @@ with _accelerator.quiet_imports():
         PipelineSettings,
         assemble,
         check_settings,
-        require_alike,
     )
     from megatron.adaptive.modules.batch import (
         Batch,
@@ -335,7 +334,6 @@ class Pipeline:
         self.replica = self._mesh.dp_rank
         form = BatchForm(request.sample_batch, self.micro_batch_size)
         try:
-            require_alike(request, self._mesh)
             check_repartition(request, is_elastic=sizes.order is not None)
             self._orders = choose_orders(request, self._mesh.pipeline_size, self._mesh.pp_rank)
             self._assembly = assemble(request, form.examples, self._mesh, self._orders.placement)
@@ -555,7 +553,7 @@ class Pipeline:
         move = repartitioner.after_step(work, times)
         if move is None:
             return
-        self._checkpointer.saver.finish()
+        self._checkpointer.saver.wait()
         if repartitioner.carry_out(move):
             self.partition = self._assembly.recordings.part.partition
             self.shared_weights = repartitioner.shared_weights

@@ -148,6 +148,8 @@ class SegmentBalancer:
         self._mover = SegmentMover(request.model, request.order, assembly, mesh)
         self._interval = request.repartition_interval
         self._gain = self._least_gain = request.repartition_gain
+        # The other ranks wait for the result of the search for at most timeout_s.
+        self._limit_s = min(LIMIT_S, request.timeout_s / 2)
         self._sizes = _segment_sizes(request, assembly)
         self._kinds = _segment_kinds(assembly, self._sizes)
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)
@@ -200,11 +202,18 @@ class SegmentBalancer:
         self._pace = _pace_of(measured, [works for _, works in gathered])
         candidate = self._orders.candidate(count)
         decide = functools.partial(
-            judge, measured, candidate, self.partition, count, self._gain, least_layers=1
+            judge,
+            measured,
+            candidate,
+            self.partition,
+            count,
+            self._gain,
+            least_layers=1,
+            limit_s=self._limit_s,
         )
         move, _, is_late = self._mesh.on_first(decide)
         if is_late:
-            self._say(f"segments stay, as no partition was simulated within {LIMIT_S:g} s")
+            self._say(f"segments stay, as no partition was simulated within {self._limit_s:g} s")
         way_back = self._compare(self._pace)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move

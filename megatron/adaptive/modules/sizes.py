@@ -26,7 +26,7 @@ from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
-from megatron.adaptive.modules.assembly import PipelineSettings
+from megatron.adaptive.modules.assembly import PipelineSettings, require_alike
 from megatron.adaptive.modules.batch import is_list, require_whole
 from megatron.adaptive.modules.cut_points import CutPoint
 from megatron.adaptive.modules.cutting import (
@@ -129,6 +129,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
     try:
+        # Sizes decide which groups are made, so they are compared first.
+        require_alike(request, job)
         text = job.environment.job
         order = None if text is None else JobOrder.from_text(text)
         if order is not None:

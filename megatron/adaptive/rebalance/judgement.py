@@ -164,6 +164,7 @@ def judge(
     gain: float,
     *,
     least_layers: int = 0,
+    limit_s: float = LIMIT_S,
 ) -> tuple[Move | None, float, bool]:
     """Decides whether to move layers.
 
@@ -174,6 +175,7 @@ def judge(
         num_microbatches: Number of microbatches per step.
         gain: Minimum predicted gain of a move, as a fraction of the step time.
         least_layers: Minimum number of layers of each stage.
+        limit_s: Maximum time of the search in seconds.
 
     Returns:
         Layer move to make (``None`` for none), measured step time in seconds, and whether the
@@ -206,7 +208,7 @@ def judge(
         return proposed, False
 
     late: tuple[PartitionMove | None, bool] = (None, True)
-    proposed, is_late = result_within(LIMIT_S, proposal, late)
+    proposed, is_late = result_within(limit_s, proposal, late)
     if proposed is None:
         return None, span_s, is_late
     move = Move(**vars(proposed), why=reason_of(whole), before_s=span_s, former=partition)
