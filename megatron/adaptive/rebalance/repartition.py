@@ -296,7 +296,7 @@ class Repartitioner:
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
         partition = run.job.config.layers_per_stage
-        return judge(measured, candidate, partition, num_microbatches, self._gain)
+        return judge(measured, candidate, partition, num_microbatches, self._gain, limit_s=LIMIT_S)
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
