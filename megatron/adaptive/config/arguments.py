@@ -58,7 +58,7 @@ data_path excludes data_args_path | both define the data
 data_path data_args_path split excludes train_data_path valid_data_path test_data_path
     | one dataset is divided by --split, or each split has its own
 override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | only one schedule can be
-used
+    used
 checkpoint_activations excludes recompute_activations recompute_granularity recompute_method
     | the first is the old name of the others
 """

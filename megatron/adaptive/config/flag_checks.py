@@ -147,14 +147,14 @@ reset_attention_mask excludes create_attention_mask_in_dataloader=False
     | only the data loader knows where documents end
 valid_data_path test_data_path needs train_data_path/skip_train | training has no data
 lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | the last part of the decay needs
-a length
+    a length
 save needs save_interval
 save_local needs save | checkpoints are copied from there to the shared storage
 num_query_groups needs group_query_attention
 position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
 {" ".join(LATENT_SETTINGS)} needs multi_latent_attention
 multi_latent_attention excludes group_query_attention | latent attention has a key and value for
-each head
+    each head
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
 moe_router_topk within num_moe_experts
