@@ -147,8 +147,8 @@ class CheckedFile:
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
-                f"{self._paths[0]} is damaged (it has {self.size} bytes, but"
-                f" {offset + len(into)} are needed)"
+                f"{self._paths[0]} is damaged (it has {self.size} bytes, and those up to"
+                f" {offset + len(into)} are to be read)"
             )
         while into:
             number, start = divmod(offset, BLOCK_BYTES)

@@ -100,7 +100,7 @@ def _opened(
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
-        raise CheckpointError(f"{checkpoints} holds no checkpoint: pass the folder given to --save")
+        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
     path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
@@ -110,13 +110,13 @@ def _opened(
         raise CheckpointError(
             f"{path} does not say which {CONFIG} its model has"
             + (f" ({like} is gone)" if like else "")
-            + ": pass a folder that has one to --config"
+            + ": give a folder with one as --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
     require_same(config, model.settings, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
-        raise CheckpointError(f"{output} holds a model already: pass another --output")
+        raise CheckpointError(f"{output} holds a model already: name another --output")
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"]),
@@ -334,8 +334,8 @@ def require_same(
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, but {where} has {expected}: pass"
-                    " the folder of the checkpoint's model to --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
+                    " folder of the checkpoint's model as --config"
                 )
 
 
@@ -384,7 +384,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTERS}: pass a folder that PEFT wrote")
+        raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as source:
@@ -399,7 +399,7 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                 raise CheckpointError(
                     f"{file}: {name} has shape {has} there and {asked} in this model with"
                     f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: remove these flags, or load adapters of this"
+                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
                     " model"
                 )
         with torch.no_grad():

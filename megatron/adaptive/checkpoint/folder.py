@@ -331,7 +331,7 @@ class StepFolders:
             return f"{outside[0]!r} is no name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is at iteration {iteration}, but its step is {body['step']}"
+            return f"its progress is that of iteration {iteration}, and its step {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:
@@ -659,7 +659,7 @@ class PipelineFolder(StepFolders):
         steps = self.steps()
         if step is None and not steps:
             raise CheckpointError(
-                f"{self.path}: no complete checkpoint of a Pipeline is there; pass the folder that "
+                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
                 "Pipeline.save was given"
             )
         step = max(steps) if step is None else step
@@ -704,7 +704,7 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
             return folders, steps if step is None else [step]
     reason = "holds no checkpoint" if path.is_dir() else "is no folder"
     raise CheckpointError(
-        f"{path} {reason}: pass the folder that --save or Pipeline.save was given"
+        f"{path} {reason}: name the folder that --save or Pipeline.save was given"
     )
 
 

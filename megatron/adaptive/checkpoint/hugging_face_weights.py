@@ -471,7 +471,7 @@ class HuggingFaceReader:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
-                " the same dtype"
+                " one type"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
@@ -623,8 +623,8 @@ def _require_rows(
     """Raises ConfigError if the run's embedding has fewer rows than the folder's."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
-            f"--vocab-size {config.data.vocab_size} makes an embedding of {rows_here} rows, but the"
-            f" embedding in {folder} has {rows} rows: remove --vocab-size"
+            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, and"
+            f" {folder} has {rows}: leave it out"
         )
 
 
@@ -664,7 +664,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
     """
     checkpoints = CheckpointFolder(output)
     if checkpoints.named():
-        raise CheckpointError(f"{output} holds checkpoints already: pass another --output")
+        raise CheckpointError(f"{output} holds checkpoints already: name another --output")
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
         rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)

@@ -100,7 +100,7 @@ def make_manifest(
         rows = arguments["padded_vocab_size"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"--load {path} has no {error} in common.pt: Megatron-LM's trainer did not write it"
+            f"--load {path} has no {error} in common.pt: it is not of Megatron-LM's trainer"
         ) from None
     numbers = {**progress, "rows": rows}
     if wrong := [name for name, number in numbers.items() if type(number) is not int]:
@@ -135,6 +135,6 @@ def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(
             f"--load {path} holds the state of a distributed optimizer as {content[_SHARDING]!r},"
-            " which only a run with the same parallel sizes can load: save it with Megatron-LM's"
+            " which its own mesh alone can load: save it with Megatron-LM's"
             " --dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim"
         )

@@ -124,7 +124,7 @@ class LocalDisk:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
         except CheckpointError as error:
             self._warn(
-                "%s: %s; the checkpoint of iteration %d is written directly to %s",
+                "%s: %s; the checkpoint of iteration %d goes to %s at once",
                 self._base,
                 error,
                 step,
@@ -261,7 +261,7 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"{partial}: sizes of files differ from what was written")
+            raise CheckpointError(f"{partial}: files have other sizes than what was written")
         return stored, shares
 
     def _begin(self, step: int) -> None:
@@ -319,8 +319,8 @@ class LocalDisk:
             upload.join(_END_S)
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
-                f" {self._timeout_s:g} s: the files are on the nodes' local disks; repeat the"
-                " command on the same nodes to continue the copy, or raise the job's time limit"
+                f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
+                " the same nodes continues it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -546,7 +546,7 @@ class Upload(BackgroundWrite):
         if self.failure is not None and self._ranks.is_first and not self.is_given_up:
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
-                text = f"the copy of a checkpoint failed: {(text.splitlines() or ['?'])[0]}"
+                text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
             _LOG.warning("WARNING: %s", printable(text))
 
     def _copy(self) -> Path:

@@ -189,8 +189,8 @@ class CheckpointReader:
                 regions.append(region)
             if count < target.numel() and not request.may_exceed:
                 raise DamagedCheckpointError(
-                    f"{self.path} has only {count} of {target.numel()} needed elements of"
-                    f" {request.name}"
+                    f"{self.path} has {count} of the {target.numel()} elements of {request.name}"
+                    " that are to be read"
                 )
         regions.sort(key=lambda region: (region.part.file, region.part.begin))
         with torch.no_grad():
@@ -405,7 +405,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == _PLANS:  # records which rank wrote what, which reading does not need
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise _Refused(f"it names {module}.{name}, which does not belong in an index")
+            raise _Refused(f"it names {module}.{name}, which is no part of an index")
         return super().find_class(module, name)
 
 

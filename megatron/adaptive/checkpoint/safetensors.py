@@ -220,7 +220,7 @@ class TensorFolder:
                     f" but {pickled[0]}, a pickle, which can run code as it is loaded: save the"
                     " model again with save_pretrained of transformers, which writes safetensors"
                     if pickled
-                    else ": pass the folder of a Hugging Face model"
+                    else ": name the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)
@@ -230,7 +230,7 @@ class TensorFolder:
             raise DamagedCheckpointError(f"{index} has no weight_map: {_RESTORE}")
         for name, file in table.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise DamagedCheckpointError(f"{index}: {file!r} is not a file name: {_RESTORE}")
+                raise DamagedCheckpointError(f"{index}: {file!r} is no file's name: {_RESTORE}")
             names_by_file.setdefault(self.folder / file, []).append(name)
         for path, names in names_by_file.items():
             if not path.is_file():
@@ -245,8 +245,8 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
     for name, entry in read_header(path).items():
         if entry.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {name} has dtype {entry.dtype}, but only {', '.join(dtypes)} can be"
-                " read: convert it first"
+                f"{path}: {name} is of type {entry.dtype}, and {', '.join(dtypes)} are read:"
+                " convert it before"
             )
         tensors[name] = StoredTensor(
             file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin

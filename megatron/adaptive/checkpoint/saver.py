@@ -216,7 +216,7 @@ class CheckpointSaver:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until the one of iteration {step} is written instead"
+                f"{error}; training waits until that of iteration {step} is written in its place"
             )
             return True
         return False
@@ -300,9 +300,7 @@ def require_seen(path: Path, job: Job) -> None:
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
-        raise CheckpointError(
-            f"{path} is not visible on {host}: pass a folder that all nodes share"
-        )
+        raise CheckpointError(f"{path}: {host} does not see it: give a folder that all nodes share")
 
 
 class _HostCopy:

@@ -384,8 +384,8 @@ class Snapshots(NoSnapshots):
         self._is_off = True
         self._report(f"off: {why}")
         self._say(
-            f"warning: no copies of the state are kept in memory: {why}; if ranks are lost without"
-            " notice, training resumes from the last checkpoint"
+            f"warning: no copies of the state are kept in memory: {why}; after a loss without"
+            " notice training resumes from the last checkpoint"
         )
 
 

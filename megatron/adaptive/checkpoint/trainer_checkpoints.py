@@ -80,7 +80,7 @@ from megatron.adaptive.gpt.train_step import gather_parameters
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
-_REMEDY = "Free space there or use another folder with --save"
+_REMEDY = "Free space there or name another folder with --save"
 # Suffix of the names under which layers of Transformer Engine save state for 8-bit data types. A
 # checkpoint may lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
@@ -403,7 +403,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds only adapters: pass their model's folder to --load-hf"
+                    f"--load {path} holds only adapters: give their model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
@@ -516,8 +516,8 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
         raise CheckpointError(
-            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): the checkpoint is of "
-            "another model or optimizer; pass the settings that it was trained with"
+            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
+            "model or optimizer; give the settings it was trained with"
         )
     return dict(present)
 
@@ -688,8 +688,8 @@ def require_same_model(
         )
     if different:
         raise CheckpointError(
-            f"{name} is of another model: {'; '.join(different)}. Pass the settings it was "
-            "trained with, or use another folder with --load"
+            f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
+            "trained with, or name another folder with --load"
         )
 
 
@@ -707,7 +707,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
         if before[flag] != now:
             raise CheckpointError(
                 f"{name} holds the state of another optimizer: {flag} is {before[flag]} in the "
-                f"checkpoint and {now} here. Pass the same, or {remedy}"
+                f"checkpoint and {now} here. Give the same, or {remedy}"
             )
 
 

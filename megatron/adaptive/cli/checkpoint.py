@@ -59,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         description="List checkpoints, describe one, or check them for damage.",
     )
     text = (
-        "verify: read all files; list: read only manifests (default); show: describe the newest"
-        " step, or the step given to --step"
+        "verify: read all files; list: read manifests only, the default; show: describe the newest"
+        " step or that of --step"
     )
     modes = ("verify", "list", "show")
     parser.add_argument("what", nargs="?", choices=modes, default="list", help=text)
-    text = "folder of checkpoints, or a single checkpoint; by default those of the newest run"
+    text = "folder of checkpoints, or a single checkpoint; by default the newest run's"
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=text)
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -78,8 +78,8 @@ def _newest_folder() -> Path:
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
     if newest is None:
         raise CheckpointError(
-            f"no run with a folder {_FOLDER} in {searched()}: pass the folder given to --save or"
-            " Pipeline.save"
+            f"no run with a folder {_FOLDER} in {searched()}: name the folder that --save or"
+            " Pipeline.save was given"
         )
     return newest / _FOLDER
 
@@ -190,13 +190,13 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
-    text = "folder with config.json and tokenizer; by default the one of hf import or --load-hf"
+    text = "folder with config.json and tokenizer; by default that of hf import or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
-    text = "write only the adapters, in PEFT's format"
+    text = "write the adapters alone, as PEFT does"
     add("--lora", action="store_const", dest="kind", const="adapters", default="model", help=text)
     text = "write the model with its adapters merged into its weights"
     add("--merge-lora", action="store_const", dest="kind", const="merged", help=text)

@@ -213,7 +213,7 @@ def _core() -> Check:
     version = core_version()
     if version is None:
         mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
-        return _check("megatron-core", "not installed", mend, is_error=True)
+        return _check("megatron-core", "it is not there", mend, is_error=True)
     mend = "keep one: take the checkout off PYTHONPATH, or pip uninstall megatron-core"
     text = shadowed_copies()
     return _check("megatron-core", text or version, mend if text else "")
@@ -282,8 +282,8 @@ def _names() -> Iterator[Check]:
     if all(is_loopback(address) for address in addresses):
         text += " here: gloo would listen at an address that no other node reaches"
         mend = (
-            f"remove {host} from the loopback's line in /etc/hosts; run_master.sh, run_worker.sh"
-            " and job submit set GLOO_SOCKET_IFNAME; without these, set it yourself"
+            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
+            "job submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
         )
     yield _check("host name", text, mend)
 
@@ -336,11 +336,11 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
         server = Listener(attend, secret, _PURPOSE, _ignore, port=port)
     except OSError as error:
         why = f"port {port}: {error.strerror}"
-        return [_check("other nodes", why, "use another port", is_error=True)]
+        return [_check("other nodes", why, "take another", is_error=True)]
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
     except asyncio.TimeoutError:
-        text = f"no node reached port {port} within {limit_s:g} s"
+        text = f"nobody reached port {port} within {limit_s:g} s"
     finally:
         server.close()
     mend = "start doctor with the same --master-addr on another node; open the port in the firewall"
@@ -407,8 +407,8 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
         " GPU's data sheet; start it on all nodes like training, by job launch or torchrun",
     )
     add = group.add_argument
-    add("--probe", action="store_true", help="probe all ranks; exit status 1 if one is an outlier")
-    text = "processes to start here, without a launcher; default: one per GPU, or 2"
+    add("--probe", action="store_true", help="probe all ranks; status 1 if one is an outlier")
+    text = "processes to start here if no launcher has started this one; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
     add("--save", type=Path, metavar="DIR", help="checkpoint folder, to measure it too")
     text = f"seconds of each measurement of a rank ({_PROBE_S:g})"

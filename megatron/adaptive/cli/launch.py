@@ -73,7 +73,7 @@ def _launch(argv: Sequence[str]) -> int:
     # Report a missing script once here; otherwise each rank would report it.
     if not (options.module or options.no_python or script.is_file()):
         problem = "is a folder" if script.is_dir() else "no such file"
-        raise ConfigError(f"{script}: {problem}; pass the script to start, such as {_TRAINER}")
+        raise ConfigError(f"{script}: {problem}; name the script to start, such as {_TRAINER}")
     _check_trainer(options)
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
@@ -108,7 +108,7 @@ def _read_options(argv: Sequence[str]) -> Any:
 
     parser: Any = get_args_parser()
     parser.prog = f"{PROGRAM} job launch"
-    help_text = "total number of processes, if nodes run different numbers of processes"
+    help_text = "processes of all nodes, if nodes have different numbers"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
@@ -129,12 +129,12 @@ def _read_options(argv: Sequence[str]) -> Any:
     except ValueError as error:
         reason = "is no number" if text in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            f"--nproc-per-node {text}: {reason}; give the number of processes, or cpu or gpu for "
-            "one on each"
+            f"--nproc-per-node {text}: {reason}; write how many processes, or cpu or gpu for one "
+            "on each"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(
-            f"--nproc-per-node {text}: use at least 1 process, and at most {_MAX_PROCESSES}"
+            f"--nproc-per-node {text}: there must be at least 1 process, at most {_MAX_PROCESSES}"
         )
     options.nproc_per_node = str(number)
     handled = getattr(options, "signals_to_handle", None)
@@ -198,9 +198,9 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
-        "the host unreachable; on one machine pass --standalone; otherwise use another port, and"
-        " open it and all ports above 1023 between the nodes in the firewall; doctor --master-addr"
-        " HOST on both nodes checks the connection"
+        "the host unreachable; on one machine give --standalone, else another port, and open it and"
+        " all above 1023 between the nodes in the firewall; doctor --master-addr HOST on both"
+        " nodes checks the connection"
     )
 
 

@@ -212,7 +212,7 @@ def _worker(argv: Sequence[str]) -> int:
     for name in changes:
         if name not in _NODE_SETTINGS:
             raise ConfigError(
-                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; conf.sh sets the others"
+                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; the rest is conf.sh's"
             )
     named = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT

@@ -157,19 +157,19 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add = parser.add_argument_group("objective and limits").add_argument
     text = "minimize step time or cost (%(default)s)"
     add("--objective", choices=("time", "cost"), default="time", help=text)
-    add("--time-limit", metavar="2 s", help="maximum step time; with --tokens, of the run")
-    add("--max-price", type=amount, metavar="X", help="maximum price per hour of all nodes")
-    add("--budget", type=amount, metavar="X", help="maximum price of the run of --tokens")
+    add("--time-limit", metavar="2 s", help="longest step; with --tokens the longest run, in h")
+    add("--max-price", type=amount, metavar="X", help="highest price per hour of all nodes")
+    add("--budget", type=amount, metavar="X", help="highest price of the run of --tokens")
     tokens: dict[str, Any] = {"type": number(float, 0, 1e18), "default": 0.0, "metavar": "N"}
     add("--tokens", **tokens, help="tokens of the whole run, as in 300e9")
     _add_choices(parser)
     add = parser.add_argument_group("output").add_argument
     add("--top", type=plans, default=3, metavar="N", help="plans to print (%(default)s)")
-    text = "show where the best plan's time and memory go, and why similar plans are worse"
+    text = "show where its time and memory go, and why similar plans are worse"
     add("--explain", action="store_true", help=text)
     add("--output", type=Path, metavar="PLAN.json", help="write the best plan as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write the best plan as variables of conf.sh")
-    text = "find the Pareto front of cost and speed over parts of the cluster"
+    text = "find the front of cost and speed over parts of the cluster"
     add("--pareto", type=Path, metavar="DIR", help=text)
     add("--page", type=Path, metavar="FILE.html", help="plans, memory and the best one's timeline")
     add("--json", action="store_true", help="print the plans as JSON")
@@ -181,11 +181,11 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, like plan validate"
     add("--check", metavar="DIR", help=text)
-    text = "only run a rank of a plan on this device, and add its measurements to the file"
+    text = "only run a rank of a plan on this device, and add what it measures to the file"
     add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
     ranks = number(int, 0, 100_000_000)
     add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
-    text = "number of ranks of the job of --try; it must be equal to the plan's"
+    text = "ranks of the job of --try; those of the plan, so that another number is an error"
     add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
@@ -225,11 +225,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
     add("--distributed-optimizer", **switch, help="%(default)s")
-    add("--overlap-grad-reduce", action="store_true", help="assume overlapped gradient reduction")
+    add("--overlap-grad-reduce", action="store_true", help="assume that the run overlaps it")
     text = "for tp above 1; %(default)s"
     add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
-    add("--all-nodes", action="store_true", help="only plans that use all nodes")
-    add("--unequal", action="store_true", help="also try stages with different widths, with --tp 1")
+    add("--all-nodes", action="store_true", help="leave no node out")
+    add("--unequal", action="store_true", help="also stages with different widths; run with --tp 1")
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:

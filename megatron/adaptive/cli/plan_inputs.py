@@ -41,25 +41,17 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--model", required=required, help=text)
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
     add(
-        "--profile",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="measured durations; without it, estimates",
+        "--profile", type=Path, nargs="+", metavar="FILE", help="measured durations, else estimates"
     )
-    add(
-        "--precision",
-        choices=("fp32", "fp16", "bf16"),
-        help="default: the best that all GPUs support",
-    )
-    add("--fp8", action="store_true", help="matmuls in fp8, as with --fp8-format hybrid")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="default: the best of all GPUs")
+    add("--fp8", action="store_true", help="matrix products in fp8, as --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
     text = "tokens of a sample, for a config.json; default: the model's maximum, at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
     text = "tokens of the busiest rank of experts relative to the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are stored"
+    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are kept"
     add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
     text = "fraction of each GPU's memory that plans leave free (%(default)s)"
@@ -84,7 +76,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
     model = _model(options, cluster, document)
     if options.fp8:
         if document is not None or options.calibrate:
-            raise ConfigError("--fp8: measurements are in 16 bits: drop --fp8 or the measurements")
+            raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
         arguments = (*model.arguments, *FP8_FLAGS)
         model = replace(model, precision=model.precision.with_fp8(), arguments=arguments)
     if document is not None:
@@ -262,7 +254,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     if not tokens:
         raise ConfigError(
             f"{folder}: {PROGRESS_NAME} next to the traces does not say how many tokens a"
-            " step had: pass the folder as the trainer wrote it"
+            " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
     microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))

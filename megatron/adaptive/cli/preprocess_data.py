@@ -117,7 +117,7 @@ def _parser() -> CommandParser:
     add("--input", nargs="+", required=True, metavar="FILE", help=text)
     text = "keys whose text is tokenized, each into separate files (default: text)"
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = "prefix of the output files PREFIX_KEY_document.bin and .idx"
+    text = "files are PREFIX_KEY_document.bin and .idx"
     add("--output-prefix", required=True, metavar="PREFIX", help=text)
     for spec in _TOKENIZER:
         add(*spec.names, **spec.options())
@@ -160,12 +160,7 @@ def _corpus_parser() -> CommandParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to create")
     for name, kind, default, text in (
         ("--vocab-size", count, defaults.vocab_size, "entries of the vocabulary"),
-        (
-            "--max-bytes",
-            number(int, 1, 1 << 40),
-            defaults.max_bytes,
-            "maximum bytes of source text",
-        ),
+        ("--max-bytes", number(int, 1, 1 << 40), defaults.max_bytes, "most source text"),
     ):
         add(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     add("--workers", default=available_cores(), **_WORKERS)

@@ -182,7 +182,7 @@ def _transformer_config(args: Any) -> Any:
         if hasattr(candidate, "core_transformer_config_from_args"):
             return candidate.core_transformer_config_from_args(args)
     raise SetupError(
-        "this megatron.training has no core_transformer_config_from_args: install "
+        "this megatron.training has no core_transformer_config_from_args: use that of "
         "megatron-core 0.17 to 0.20"
     )
 

@@ -298,9 +298,7 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(
-            f"{argv[0]} is not an argument of this command, which prints all flags; remove it"
-        )
+        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
     print(flags_markdown(), end="")
     return 0
 

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--from-run", type=Path, nargs="+", metavar="DIR", help=text)
     add("--cluster", type=Path, metavar="FILE", help="cluster of the runs of --from-run")
     add_host_argument(parser)
-    add("--name", help="name of the model of --cut-points; by default the file's name")
+    add("--name", help="name of the model of --cut-points; the file's name by default")
     group = parser.add_argument_group("measurement")
     add = group.add_argument
     add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
@@ -94,12 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--expert-parallel-size", default="1", metavar="1,8", help=ranks)
     repeats = number(int, 1, 100_000)
     add("--repeats", type=repeats, default=7, help="measured microbatches (%(default)s)")
-    add(
-        "--node-type",
-        default="",
-        metavar="NAME",
-        help="type of this node; by default the name of its GPU",
-    )
+    add("--node-type", default="", metavar="NAME", help="type of this node; its GPU by default")
     add("--no-links", action="store_true", help="do not measure links and all-reduces")
     add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
     return parser
@@ -142,21 +137,21 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: the trainer builds GPT and Llama models alone; measure the"
-            " pieces of this model yourself and pass the times with --cut-points"
+            f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"
+            " pieces yourself and give them with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
     if unknown_spreads := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
             f"--expert-parallel-size {min(unknown_spreads)}: the experts of {model.name} divide by"
-            f" {', '.join(map(str, model.expert_ranks))}; choose from these"
+            f" {', '.join(map(str, model.expert_ranks))}; give of these"
         )
     kinds = measured_kinds(model, spreads)
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp {width}: heads and feed-forward width of {model.name} are not multiples;"
-                f" use {model.max_tp} or one of its divisors"
+                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
+                f" they do by {model.max_tp} and its divisors"
             )
     try:
         return profile_layers(

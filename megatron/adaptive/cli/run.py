@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train, and continue in another layout when machines join or leave.",
     )
     add = parser.add_argument
-    text = "file with one host per line, with slots=N; read again when it changes"
+    text = "one host per line, with slots=N; read again when it changes"
     add("--machines", type=Path, metavar="FILE", help=text)
     text = "checkpoints of the job, on storage that all nodes share (--save)"
     add("--checkpoint", type=Path, metavar="DIR", help=text)
@@ -80,12 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=count, default=1, metavar="N", help=text)
     add("--slots", type=count, metavar="N", help="processes of this node (one per GPU)")
     add("--name", metavar="NAME", help="name of this node in the job (its host name)")
-    add("--address", metavar="HOST", help="address at which other nodes reach this node")
+    add("--address", metavar="HOST", help="address at which other nodes reach this one")
     for name, dest, default, text in (
         ("--join-within", "join_s", 60.0, "time for machines to answer at the start"),
-        ("--wait", "wait_s", 600.0, "time to wait for more machines if no layout fits"),
-        ("--stop-within", "stop_s", 600.0, "time for ranks to finish a step and save"),
-        ("--plan-within", "plan_s", 10.0, "time for a plan, after which a simple rule decides"),
+        ("--wait", "wait_s", 600.0, "time to wait for machines if no layout fits the present ones"),
+        ("--stop-within", "stop_s", 600.0, "time for ranks to end a step and save"),
+        ("--plan-within", "plan_s", 10.0, "time for a plan, after which the simple rule decides"),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
@@ -97,15 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--runs",
         choices=("trainer", "pipeline"),
-        help="kind of the script, if it is not detected correctly: it takes the trainer's"
-        " arguments, or trains a Pipeline in Pipeline.loop",
+        help="kind of the script, if its text does not show it: it takes the trainer's arguments,"
+        " or trains a Pipeline in Pipeline.loop",
     )
-    text = "maximum number of restarts without a new checkpoint in between (3)"
+    text = "most restarts without a checkpoint (3)"
     add("--max-restarts", type=count, default=3, metavar="N", help=text)
     text = "steps between copies of the state in memory, 0 for none (0)"
     steps = number(int, 0, 1_000_000)
     add("--replicate-every", dest="copy_every", type=steps, default=0, metavar="N", help=text)
-    text = "memory for copies on each node (all that is available)"
+    text = "memory for copies on each node (what fits)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
     text = f"{_TRAINER}, or a script that trains a Pipeline; then its arguments"
@@ -120,14 +120,14 @@ def _add_reactions(parser: argparse.ArgumentParser) -> None:
     add(
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
-        help="reaction to a node that stays slow: give it fewer layers, or exclude it; needs"
+        help="reaction to a node that stays slow: fewer layers for it, or leave it out; needs"
         " --trace-dir of the trainer or trace_dir of a Pipeline (replan with it)",
     )
     add(
         "--on-failed-probe",
         choices=("report", "exclude"),
         default="report",
-        help="reaction to a node that fails a probe of the job: report it, or exclude it until it"
+        help="reaction to a node that fails a probe of the job: report it, or leave it out until it"
         " passes; needs --probe-interval of the trainer (report)",
     )
 
@@ -215,22 +215,22 @@ def _run(options: argparse.Namespace) -> int:
 
 def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
     """Returns the arguments and the checkpoint folder for a script that trains a ``Pipeline``."""
-    reason = f"{options.script.name} takes none of the trainer's arguments, so it must train a"
+    reason = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
     reason += " Pipeline"
     if options.checkpoint is None:
         raise ConfigError(
             f"train elastic: {reason}: name the folder of its checkpoints with --checkpoint DIR, or"
-            " pass --runs trainer"
+            " say --runs trainer"
         )
     if options.on_failed_probe == "exclude":
         raise ConfigError(
-            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: remove it,"
-            " or pass --runs trainer"
+            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: leave it out,"
+            " or say --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: remove"
-            " it, or pass --runs trainer"
+            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: leave"
+            " it out, or say --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
@@ -271,7 +271,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
         if options.unequal:
             raise ConfigError(
                 "--unequal: the planner chooses stages with unequal numbers of replicas; add"
-                " --plan-with FILE, or remove --unequal"
+                " --plan-with FILE, or leave it out"
             )
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser

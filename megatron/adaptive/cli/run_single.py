@@ -102,15 +102,11 @@ def _parser() -> CommandParser:
         text = f"{text} ({default})"
         add(*flags, dest=name, type=count, default=default, metavar="N", help=text)
     names = selectable_names()
-    text = f"pipeline schedule (adaptive): {', '.join(names)}"
+    text = f"order of actions in the pipeline (adaptive): {', '.join(names)}"
     both = ("--pipeline-schedule", "--pipeline_schedule")
     add(*both, dest="schedule", default="adaptive", choices=names, metavar="NAME", help=text)
     add("--schedule", action=_Renamed, help=argparse.SUPPRESS)
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the latest run instead of starting a new run",
-    )
+    add("--resume", action="store_true", help="continue the latest run instead of starting one")
     add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"
     add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
@@ -153,8 +149,8 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
         _point(latest, run.name)
     except OSError as error:
         raise SetupError(
-            f"cannot create the run's folder {runs / name}: {error.strerror}; pass another folder"
-            " to --runs-dir"
+            f"cannot make the run's folder {runs / name}: {error.strerror}; name another with "
+            "--runs-dir"
         ) from error
     return run
 

@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="maximum activations in a rank's memory")
+    add("--cap", type=float, metavar="MICROBATCHES", help="most activations in a rank's memory")
     pieces = number(int, 0, 1000)
     add(
         "--weight-pieces",
@@ -166,10 +166,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="parts of a weight gradient, 0 for a whole backward",
     )
-    add("--placement", choices=("loop", "v"), help="assignment of stages to ranks; v for 2 chunks")
+    add("--placement", choices=("loop", "v"), help="order of stages over the ranks; v for 2 chunks")
     out = parser.add_argument_group("output")
     add = out.add_argument
-    add("--draws", type=count, default=20, help="simulated steps per schedule, if there is jitter")
+    add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
     add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first draw")
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
@@ -180,9 +180,11 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sequence slices").add_argument
     text = "slices into which each microbatch is cut along its sequence; several numbers to compare"
     add("--sequence-slices", type=_counts, default=[1], metavar="N,N", help=text)
-    text = "attention's fraction of a forward's time, from 0 to 1; its backward takes twice as long"
+    text = (
+        "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
+    )
     add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
-    text = "cut sequences into slices of equal cost or of equal length"
+    text = "slices that cost the same, or that have as many tokens"
     add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
     text = "seconds that each slice after the first adds to a rank's forward, and to its backward"
     add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
@@ -197,9 +199,7 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
-            raise ConfigError(
-                "--slow-rank was given with --profile: put rank_factors into the profile"
-            )
+            raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
         profile = load_profile(options.profile, num_stages=num_stages)
         return replace(
             profile,

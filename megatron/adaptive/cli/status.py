@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog=f"{PROGRAM} job status", description="Report the state of a job.")
     add = parser.add_argument
-    add("job", help="id of the job, which is the name of its log folder")
+    add("job", help="id of the job, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
-    add("--follow", action="store_true", help="print again every 5 s until the job has ended")
+    add("--follow", action="store_true", help="print again every 5 s until it has ended")
     add("--json", action="store_true", help="print JSON; with --follow a line each time")
     options = parser.parse_args(argv)
     while True:

@@ -163,7 +163,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
-        raise ConfigError(f"{name} is not set: Slurm needs this number; set it")
+        raise ConfigError(f"{name} is not set: Slurm needs their number; set it")
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):

@@ -81,7 +81,7 @@ def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} job top",
-        description="Show what each rank of a run is doing now, or did last. Ctrl-C exits.",
+        description="Show what a run does now, or did last. Ctrl-C ends it.",
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     period = f"time between two frames ({PERIOD_S})"
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="DIR", help=run)
-    add("--once", action="store_true", help="print one frame and exit")
+    add("--once", action="store_true", help="print one frame and end")
     add("--interval", type=seconds, default=PERIOD_S, metavar="SECONDS", help=period)
     add("--width", type=columns, metavar="COLUMNS", help="width of a frame (the terminal's)")
     return parser

@@ -126,7 +126,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N), name the collective that hangs and the late ranks.",
+        "(names end with trace_rank_N), name the collective that does not end and the late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument
@@ -203,7 +203,7 @@ def compare(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("before", type=Path, metavar="A", help="folder of the first run or its traces folder")
     add("after", type=Path, metavar="B", help="folder of the second run or its traces folder")
-    limit = "maximum slowdown of a step of B, as in 3%% or 0.03 (default: no limit)"
+    limit = "most that a step of B may be slower, as in 3%% or 0.03 (default: no limit)"
     add("--fail-above", type=_share, metavar="SHARE", help=limit)
     add("--json", action="store_true", help="print the result as JSON instead of text")
     arguments = parser.parse_args(argv)
@@ -240,7 +240,7 @@ def import_run(argv: Sequence[str]) -> int:
         "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
         "per rank), or spans of Megatron-LM; see docs/reference/traces.md"
     )
-    ranks = "number of pipeline ranks, for profiles; a stage's ranks must have consecutive numbers"
+    ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help=source)
     add("--pipeline", type=count, metavar="P", help=ranks)

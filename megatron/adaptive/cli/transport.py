@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} transport",
-        description="Check which transports connect the ranks of a pipeline, and their speed.",
+        description="Check what can connect the ranks of a pipeline, and how fast.",
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")

@@ -114,11 +114,11 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     world_size = world_size_of(content)
     if world_size is None:
-        raise ConfigError(f"{path}: degrees.data is missing: add the number of replicas")
+        raise ConfigError(f"{path}: degrees.data is missing: say how many replicas there are")
     asked = options.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
-            f"--world-size {asked}: {path} is for {world_size} processes: remove it, or plan for"
+            f"--world-size {asked}: {path} is for {world_size} processes: leave it out, or plan for"
             f" {asked}"
         )
     placed = sum(
@@ -135,7 +135,7 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     name = options.model or str(content.get("model"))
     if options.model is None and name not in preset_names():
-        raise ConfigError(f"{path}: the sizes of its model {name} are not known: pass --model")
+        raise ConfigError(f"{path}: its model {name} has no known sizes: give --model")
     model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
     if not model.arguments:
         raise ConfigError(
@@ -188,9 +188,9 @@ def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str
         raise ConfigError(f"{trial.path}: {lines[-1].removeprefix(_ERROR)}")
     if process.returncode < 0:
         raise SetupError(
-            f"{trial.path}: the process of rank {trial.rank} was killed by signal"
-            f" {-process.returncode}, perhaps because memory ran out: try a rank that needs less"
-            " memory, or run on a larger device"
+            f"{trial.path}: the process of rank {trial.rank} was ended by signal"
+            f" {-process.returncode}, perhaps as memory ran out: try a rank that needs less, or run"
+            " on a larger device"
         )
     sys.stderr.write(process.stderr)
     raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
@@ -220,7 +220,7 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
     note = (
-        "No other ranks run, so messages and collectives cost nothing here. The step of the job is"
-        "\npredicted for the whole pipeline from these times."
+        "The other ranks do not exist: messages and collectives cost nothing here, and the step is"
+        "\nthat of the pipeline with these times."
     )
     return "\n".join([*aligned(rows, 1), "", note])

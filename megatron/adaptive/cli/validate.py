@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", action="store_true", help="also print every run")
     add("--json", action="store_true", help="print JSON")
     add_input_arguments(parser, required=False)
-    group = parser.add_argument_group("settings of the runs, which traces do not contain")
+    group = parser.add_argument_group("settings of the runs that their traces do not contain")
     add = group.add_argument
     add("--recompute", choices=RECOMPUTE, default="none", help="setting of the runs (%(default)s)")
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):

@@ -99,7 +99,7 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is only for the manager of a job, which starts agents with it; remove it"
+                "--agent is for the manager of a job, which starts agents with it; leave it out"
             ) from None
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class Agent:
             ) from None
         except OSError as error:
             raise SetupError(
-                f"node {self._name} cannot reach the manager of the job at {self._address}:"
+                f"node {self._name} does not reach the manager of the job at {self._address}:"
                 f"{self._port} ({error.strerror or error}): open this port, and all above 1023"
                 " between the nodes, in the firewall"
             ) from None

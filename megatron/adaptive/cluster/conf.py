@@ -67,38 +67,34 @@ SETTINGS = _specs(
         "EXPERT_MP_SIZE": (_Number, "", "copies that share the experts of each layer"),
         "CONTEXT_MP_SIZE": (_Number, "", "ranks that share each sequence"),
         "PARTITION": (str, "", "layers of each stage, as in 0-11-8-8"),
-        "SCHEDULE": (str, "adaptive", "pipeline schedule; see docs/schedules.md"),
+        "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
         "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
         "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
-        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside of matmuls"),
+        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
         "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
-        "ACTIVATION_CAP": (_Cap, "", "maximum number of microbatches in a rank's memory"),
-        "PRECISION": (str, "", "dtype of the parameters", "fp32", "fp16", "bf16"),
-        "TRAIN_ITERS": (_Number, "100", "iterations of the whole training run"),
-        "LR": (Positive, "1e-4", "maximum learning rate"),
-        "DATA": (str, "mock", "prefix of the .bin and .idx files, or mock for generated samples"),
-        "VOCAB_FILE": (str, "", "vocabulary file; vocab.json next to DATA by default"),
-        "MERGE_FILE": (str, "", "merges file; merges.txt next to DATA by default"),
+        "ACTIVATION_CAP": (_Cap, "", "most microbatches whose activations a rank keeps"),
+        "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
+        "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
+        "LR": (Positive, "1e-4", "highest learning rate"),
+        "DATA": (str, "mock", "prefix of .bin and .idx, or mock for made-up samples"),
+        "VOCAB_FILE": (str, "", "vocabulary; vocab.json next to DATA by default"),
+        "MERGE_FILE": (str, "", "merges; merges.txt next to DATA by default"),
         "TRAINER_FLAGS": (
             str,
             "",
-            "additional flags of pretrain_gpt.py; if a flag is repeated, the last one wins",
+            "further flags of pretrain_gpt.py; if a flag is repeated, the last one wins",
         ),
         "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save to and to resume from"),
-        "LOCAL_CHECKPOINT_DIR": (
-            str,
-            "",
-            "folder on each node's own disk for checkpoints at first",
-        ),
+        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's own disk, written first"),
         "SAVE_INTERVAL": (_Number, "100", "iterations between checkpoints"),
         "LOG_DIR": (str, "logs", "folder with a subfolder of logs for each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
         "HOMOGENEOUS_CLUSTER": (bool, "true", "all nodes are equal"),
         "NNODES": (_Nodes, "", "number of nodes"),
         "NPROC_PER_NODE": (_Number, "", "processes of each node, one for each GPU"),
-        "WORLD_SIZE": (_Number, "", "total number of processes"),
-        "NODES": (str, "", "mixed nodes in rank order, as in a10:2x4 v100:1x2"),
+        "WORLD_SIZE": (_Number, "", "number of all processes"),
+        "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
         "DEVICE": (str, "gpu", "device that processes compute on", "gpu", "cpu"),
         "MASTER_ADDR": (str, "", "address of the first node, if it is not detected"),
         "MASTER_PORT": (_Port, "", "port at which the first node listens for the others"),
@@ -107,8 +103,8 @@ SETTINGS = _specs(
         "SLURM_PARTITION": (str, "", "partition, or TYPE=PARTITION for each node type"),
         "SLURM_GRES": (str, "gpu", "Slurm's name of the GPUs, or TYPE=GRES for each type, or none"),
         "SLURM_TIME": (str, "", "time limit of the job, as in 2:00:00"),
-        "SLURM_ACCOUNT": (str, "", "Slurm account to charge"),
-        "SLURM_FLAGS": (str, "", "additional options of sbatch"),
+        "SLURM_ACCOUNT": (str, "", "account to charge"),
+        "SLURM_FLAGS": (str, "", "further options of sbatch"),
         "CPUS_PER_TASK": (_Number, "", "processor cores of each node for the job"),
         "REQUEUE": (
             bool,
@@ -117,12 +113,12 @@ SETTINGS = _specs(
         ),
         "CONTAINER": (str, "none", "container runtime", "none", "pyxis", "enroot", "apptainer"),
         "IMAGE": (str, "", "container image"),
-        "CONTAINER_MOUNTS": (str, "", "additional folders to mount in the container, FROM:TO,..."),
-        "RELOAD_CONTAINER": (bool, "false", "create the container again at each start"),
+        "CONTAINER_MOUNTS": (str, "", "further folders in the container, FROM:TO,..."),
+        "RELOAD_CONTAINER": (bool, "false", "create the container again"),
         "PROFILE": (bool, "false", "run the PyTorch profiler, with results in LOG_DIR"),
         "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
         "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
-        "PYTHON": (str, "", "Python interpreter on the nodes; by default the launcher's own"),
+        "PYTHON": (str, "", "Python of the nodes; this one by default"),
     }
 )
 """Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
@@ -141,8 +137,8 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         hint = f"the nearest is {nearest[0]}" if nearest else "conf.sh lists all variables"
         raise ConfigError(
-            f"{where}: {name} is not a variable of the launcher: {hint}; write your own variables"
-            " in lower case"
+            f"{where}: {name} is not a variable of the launcher: {hint}; write names of your own"
+            " in small letters"
         )
 
 
@@ -233,7 +229,7 @@ def read_variables(path: Path) -> dict[str, str]:
     for name, value in variables.items():
         if value == _ARRAY and name.isupper():
             raise ConfigError(
-                f"{path}: {name} is an array: write one quoted text, with spaces between values"
+                f"{path}: {name} is an array: write one text in quotes, with spaces between"
             )
     return variables
 
@@ -403,7 +399,7 @@ def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[st
             continue
         if text and text != value:
             raise ConfigError(
-                f"{name}={text}: PLAN={texts['PLAN']} sets {value}; remove one of the two"
+                f"{name}={text}: PLAN={texts['PLAN']} says {value}; leave one of them out"
             )
         texts[name] = value
 
@@ -412,8 +408,8 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
     if values["HOMOGENEOUS_CLUSTER"]:
         if values["NODES"] is not None:
             raise ConfigError(
-                f"NODES={values['NODES']}: this is for mixed nodes; set HOMOGENEOUS_CLUSTER=false,"
-                " or NNODES and NPROC_PER_NODE instead"
+                f"NODES={values['NODES']}: it is for mixed nodes; set HOMOGENEOUS_CLUSTER=false or "
+                "give NNODES and NPROC_PER_NODE"
             )
         group = LaunchGroup(
             nodes=values["NNODES"],
@@ -424,8 +420,8 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
         return (group,)
     if values["NODES"] is None:
         raise ConfigError(
-            "HOMOGENEOUS_CLUSTER=false: list the mixed nodes in NODES, as in NODES='a10:2x4 "
-            "v100:1x2' for two nodes with four GPUs each and one node with two GPUs"
+            "HOMOGENEOUS_CLUSTER=false: mixed nodes are named in NODES, as in NODES='a10:2x4 "
+            "v100:1x2' for two nodes of four GPUs and one of two"
         )
     matches = []
     for text in values["NODES"].split():
@@ -472,7 +468,7 @@ def _check_sizes(conf: LaunchConf) -> None:
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES sets it for each node type; "
-            "remove it"
+            "leave it out"
         )
     size = conf.world_size or 0
     copies = values["DP_SIZE"]
@@ -481,13 +477,13 @@ def _check_sizes(conf: LaunchConf) -> None:
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
         raise ConfigError(
             f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
-            f"{counts} = {size}; remove it to have it computed"
+            f"{counts} = {size}; leave it out to have it computed"
         )
     if values["STAGE_DP_SIZES"] is not None:
         if copies is not None:
             raise ConfigError(
-                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']}: DP_SIZE={copies} is for stages with"
-                " equal numbers of ranks; remove one of the two"
+                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']}: DP_SIZE={copies} is for stages that"
+                " are all alike; leave one of them out"
             )
         return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
@@ -510,7 +506,7 @@ def _check_words(conf: LaunchConf) -> None:
         except ValueError as error:
             raise ConfigError(f"{name}={values[name]}: {error}; close the quotes") from error
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
-        raise ConfigError(f"CONTAINER={values['CONTAINER']}: set IMAGE to the image to run")
+        raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
     if values["NSYS"] and values["NCU"]:
         raise ConfigError(
             "NSYS=true and NCU=true: only one profiler can attach; set one of them to false"

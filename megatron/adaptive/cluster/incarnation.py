@@ -175,7 +175,7 @@ class ScriptProgram(Program):
             self._measured += 1
             if self._measured > _MOST_MEASURED:
                 raise SetupError(
-                    f"{self._name} built another model, sample or settings at each of"
+                    f"{self._name} gave another model, sample or settings at each of"
                     f" {_MOST_MEASURED} starts: build the same Pipeline at every start"
                 )
             return "the model was measured"
@@ -335,16 +335,14 @@ class NodeWork:
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
-            raise SetupError(f"the manager set {others[0]}, which it is not allowed to set")
+            raise SetupError(f"the manager set {others[0]}, which is none of its variables")
         scripts = {
             "script": self.script,
             "restore": str(Path(snapshot_restore.__file__).resolve()),
             "check": str(_CHECK),
         }
         if program not in scripts:
-            raise SetupError(
-                f"the manager requested {program!r}: run the same version on all nodes"
-            )
+            raise SetupError(f"the manager ordered {program!r}: run the same version on all nodes")
         if program == "restore":
             paths = [parse_json(arguments[0])["checkpoints"]]
         else:

@@ -375,7 +375,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
             if not isinstance(state.get(name, kind()), kind):
                 raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
     if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
-        raise ConfigError(f"--status {checkpoints}: {path} is damaged (a list entry is no object)")
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
     written = state.get("format", _FORMAT)  # Older versions wrote no format.
     if written != _FORMAT:
         raise ConfigError(

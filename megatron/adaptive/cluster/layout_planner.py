@@ -111,13 +111,13 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
             )
     if not clusters:
         raise ConfigError(
-            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which lists the nodes and"
-            " links: name one too; see docs/planner.md"
+            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
+            " links there are: name one too; see docs/planner.md"
         )
     if len(clusters) > 1:
         raise ConfigError(
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
-            " one cluster; pass only one"
+            " one cluster; leave one out"
         )
     profile = profile_file.merge(profiles) if profiles else None
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
@@ -170,8 +170,8 @@ class Planning:
         for name in _CHOSEN:
             if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
-                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; remove one of"
-                    " the two flags"
+                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
+                    " them out"
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
@@ -179,15 +179,15 @@ class Planning:
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
                 f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
-                f" planner of {PLAN_WITH} does not support it; remove one of the two flags"
+                f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
         self._model = arguments_model(arguments, "model", attention=attention)
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
-                f"{PLAN_WITH} with MoE layers or multi-token prediction: a job that changes its"
-                f" layout can move only dense layers; do not use {PLAN_WITH} here"
+                f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
+                f" changes its layout can move dense layers only; leave {PLAN_WITH} out"
             )
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
@@ -203,7 +203,7 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no"
-                " hosts: list the hosts of all types but one, so that each node's type is known"
+                " hosts: name the nodes of all types but one, so that each node is known"
             )
         self._other = others[0] if others else None
 
@@ -237,8 +237,8 @@ class Planning:
         if missing := self.unknown(offers):
             raise ConfigError(
                 f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
-                f" not in {self._where}: add to the hosts of a node type, or define one type"
-                " without hosts"
+                f" not in {self._where}: add to the hosts of a node type, or have one type without"
+                " hosts"
             )
         return offers
 
@@ -377,7 +377,7 @@ class Planning:
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples: to keep the losses unchanged, use"
+                f"microbatches of {plan.micro_batch} samples: losses stay unchanged only with"
                 f" {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)

@@ -190,7 +190,7 @@ class Manager:
     def _not_writable(self, error: OSError) -> SetupError:
         return SetupError(
             f"cannot write {error.filename or self._folder}: {error.strerror}; free space there or"
-            " pass another folder to --checkpoint"
+            " name another folder with --checkpoint"
         )
 
     async def _run(self) -> int:
@@ -411,13 +411,13 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status = "lost"
-                node.why = f"did not stop its ranks within {_KILL_S:g} s"
+                node.why = f"did not end its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not exit within {self._spec.stop_s:g} s of {running.stopping}"
+            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S
@@ -709,7 +709,7 @@ class Participant:
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        say("the manager of the job is lost: looking for another manager")
+        say("the manager of the job is lost: looking for another")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

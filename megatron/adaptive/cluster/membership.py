@@ -361,7 +361,7 @@ class Membership:
         ):
             say(
                 "warning: other machines cannot reach a manager that began with localhost alone;"
-                " they are not used until the job is started again"
+                " they are left out until the job is started again"
             )
             machines = tuple(machine for machine in machines if machine.is_local)
         names = {machine.name for machine in machines}

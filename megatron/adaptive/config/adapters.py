@@ -66,7 +66,7 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
                 typed = _typed_flag(name, argv)
                 raise ConfigError(
                     f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
-                    f" {size}: remove it"
+                    f" {size}: leave it out"
                 )
     if (folder := values.get("load_lora")) is not None:
         implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
@@ -184,7 +184,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
         ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
     """
     path = folder / ADAPTER_CONFIG
-    document = read_json(path, "pass a folder that save_pretrained of PEFT wrote")
+    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: its peft_type is not LORA, the only supported type")
     for key, value in document.items():
@@ -226,7 +226,7 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     if not is_list or not modules or any("," in name or not name for name in modules):
         raise ConfigError(
             f"{where}: target_modules {modules!r} is no list of names, no regular expression and"
-            " not all-linear: use one of these"
+            " not all-linear: write one"
         )
     return sorted(modules)
 

@@ -33,7 +33,7 @@ _SECONDS_PER_MINUTE = 60
 
 # Settings that exclude each other, because together they would be redundant or contradictory.
 _EXCLUSIVE = """\
-fp16 excludes bf16 | all parameters have the same data type
+fp16 excludes bf16 | parameters have one type
 train_iters excludes train_samples | the length of the run is counted in one unit
 train_iters excludes lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
     | a run counted in iterations takes no setting counted in samples
@@ -53,12 +53,11 @@ decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     excludes account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     | both give the layers of the first and last stage
 mock_data excludes data_path data_args_path train_data_path valid_data_path test_data_path
-    | samples are either generated or read from files
-data_path excludes data_args_path | both define the data
+    | samples are made up or read
+data_path excludes data_args_path | both name the data
 data_path data_args_path split excludes train_data_path valid_data_path test_data_path
     | one dataset is divided by --split, or each split has its own
-override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | only one schedule can be
-    used
+override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | one of them must win
 checkpoint_activations excludes recompute_activations recompute_granularity recompute_method
     | the first is the old name of the others
 """
@@ -179,9 +178,7 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         }
         choice = chosen.pop(axis, next(iter(parts), ""))
         if choice not in parts:
-            raise ConfigError(
-                f"{axis}={choice}: {where} has {', '.join(parts)}; choose one of these"
-            )
+            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(parts)}; choose of them")
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):

@@ -122,11 +122,11 @@ class DataConfig(TokenizerConfig):
     )
     sft: bool = switch(
         "With --variable-seq-lengths: data files are JSON lines of conversations; only the "
-        "assistant's tokens count in the loss."
+        "assistant's words count in the loss."
     )
     num_workers: Natural | None = flag(
-        "Number of data loading processes of each rank that needs data. Without GPUs they compete "
-        "with the rank for cores.",
+        "Number of data loading processes of each rank that needs data; on a CPU they would take "
+        "the rank's cores.",
         unit="PROCESSES",
         derived="2 on a GPU, 0 on a CPU",
     )
@@ -145,7 +145,7 @@ class DataConfig(TokenizerConfig):
     )
     reset_position_ids: bool = switch("Restart positions at 0 in each document of a sample.")
     reset_attention_mask: bool = switch("Let tokens attend only to their own document.")
-    eod_mask_loss: bool = switch("Exclude end-of-document tokens from the loss.")
+    eod_mask_loss: bool = switch("Leave end-of-document tokens out of the loss.")
     create_attention_mask_in_dataloader: bool = switch(
         "No effect: attention applies the causal mask itself, unless --reset-attention-mask needs "
         "another mask.",

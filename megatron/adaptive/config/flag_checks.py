@@ -1,7 +1,7 @@
 """Checks that settings fit each other.
 
 Most checks are lines of a table, whose notation is described in
-:mod:`~megatron.adaptive.config.flag_rules`; other checks are functions. Every message contains the
+:mod:`~megatron.adaptive.config.flag_rules`; the others are functions. Every error message names the
 values, what is wrong, and what to change. Checks of a single value (ranges, choices) are declared
 with the fields, and pairs of flags that exclude each other are in ``arguments.py``. Nothing here
 changes a setting. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
@@ -61,7 +61,7 @@ num_query_groups divides num_attention_heads | every group serves the same numbe
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
     ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
-    replay_schedule | the second does not support stages of unequal sizes
+    replay_schedule | stages of unequal sizes do not support it
 overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1
     | otherwise no tokens are exchanged
 """
@@ -70,7 +70,7 @@ pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_co
     needs pipeline_model_parallel_size>2 | messages between the same two ranks could be mixed up
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
-    | the schedule cannot be simulated with another partition; use adaptive
+    | its order cannot be simulated under another partition; use adaptive
 record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
     | auto changes its order during the run, and megatron-core's order cannot be read or set
 transport excludes pipeline_schedule=megatron | megatron-core sends its messages
@@ -85,16 +85,16 @@ window_size+context_parallel_size>1 excludes transformer_impl=local attention_so
 pack_to sft needs variable_seq_lengths
 variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
     reset_position_ids reset_attention_mask eod_mask_loss
-    | documents of variable lengths are never joined, and their loss is per token
+    | its documents are never joined, and its loss is per token
 sft excludes mock_data | conversations come from files
 pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
     multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
     attention, and the number of microbatches differs between steps
-balance_replicas=lengths needs variable_seq_lengths | without it, only speed is possible
+balance_replicas=lengths needs variable_seq_lengths | only speed does not need it
 balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
-    | the second needs the same number of microbatches on every replica
+    | it gives every replica the same number of microbatches
 slice_tokens excludes sequence_slices pack_to
     | --slice-tokens decides how many slices and tokens a row has
 slice_tokens+variable_seq_lengths excludes micro_batch_size>1
@@ -107,13 +107,13 @@ sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
 sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
     sample_prompt stage_data_parallel_sizes overlap_moe_expert_parallel_comm
-    | the second does not work with slices of sequences
+    | slices of sequences do not work with it
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     needs moe_router_load_balancing_type=none
-    | balancing losses are computed over whole microbatches, not over slices
+    | balancing losses are of whole microbatches, not of slices
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
-    | the second is computed over all tokens of a microbatch, not of a slice
+    | they look at all tokens of a microbatch, not of a slice
 slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
@@ -132,7 +132,7 @@ fp32_residual_connection needs fp16/bf16
 decoupled_min_lr needs decoupled_lr
 start_weight_decay end_weight_decay needs weight_decay_incr_style=linear,cosine
 weight_decay_incr_style=linear,cosine needs start_weight_decay end_weight_decay
-recompute_activations needs recompute_granularity=selective | the first is a shorthand for this
+recompute_activations needs recompute_granularity=selective | it turns that on
 recompute_granularity=full needs recompute_method recompute_num_layers | for example uniform and 1
 recompute_modules needs recompute_granularity=selective
 recompute_method recompute_num_layers distribute_saved_activations needs recompute_granularity=full
@@ -146,15 +146,13 @@ sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengt
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
     | only the data loader knows where documents end
 valid_data_path test_data_path needs train_data_path/skip_train | training has no data
-lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | the last part of the decay needs
-    a length
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | its last part needs a length
 save needs save_interval
 save_local needs save | checkpoints are copied from there to the shared storage
 num_query_groups needs group_query_attention
 position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
 {" ".join(LATENT_SETTINGS)} needs multi_latent_attention
-multi_latent_attention excludes group_query_attention | latent attention has a key and value for
-    each head
+multi_latent_attention excludes group_query_attention | it has a key and value for each head
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
 moe_router_topk within num_moe_experts
@@ -178,10 +176,10 @@ window_rotary_base needs window_size position_embedding_type=rope
 {_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
     | it needs equal layers
 mtp_num_layers excludes position_embedding_type=learned_absolute
-    | the table of positions would be on two stages; use rope or none
+    | its table of positions would be on two stages; use rope or none
 mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
 mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
-    | megatron-core would average the loss over the tokens of each rank separately
+    | megatron-core would average their loss over the tokens of each rank separately
 """
 
 
@@ -220,7 +218,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
             f"--sequence-slices auto with --seq-length {config.model.seq_length}: such sequences "
             "are too short to be cut: give at least 32 tokens, or leave it out"
         )
-    _ = config.slice_ends  # raises an error if sequences cannot be cut into these slices
+    _ = config.slice_ends  # raises an error if a sequence cannot be cut so
 
 
 def _given_flags(config: TrainerConfig) -> GivenFlags:
@@ -272,7 +270,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
     needed = sum(widths) * tensor * context
     if needed != world_size:
         raise ConfigError(
-            f"{flag} needs {needed} processes, but this run has {world_size}: start as many or "
+            f"{flag} needs {needed} processes, this run has {world_size}: start as many or "
             "change the sizes"
         )
     return math.lcm(*widths)
@@ -541,5 +539,5 @@ def _require_writable(flag: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
         raise ConfigError(
-            f"{flag} {folder} cannot be written ({reason}): use a folder that this user can write"
+            f"{flag} {folder} cannot be written ({reason}): name a folder that this user may write"
         ) from None

@@ -48,13 +48,13 @@ def order_rules(schedule: str) -> str:
     splits = names(lambda spec: spec.splits_backward != "never")
     return f"""\
 stage_data_parallel_sizes needs pipeline_schedule={names(lambda spec: spec.allows_unequal_stages)}
-    | other schedules need stages of equal sizes
+    | the others need stages of equal sizes
 {_CHUNKS}>1 needs pipeline_model_parallel_size>1
     | megatron-core splits a model into chunks only over several pipeline ranks
 pipeline_schedule={names(lambda spec: spec.chunks == "several")} needs {_CHUNKS}>1
-    | 1f1b and adaptive run with one chunk
+    | 1f1b and adaptive run with one
 pipeline_schedule={names(lambda spec: spec.chunks == "one")} needs {_CHUNKS}=1
-    | interleaved and adaptive run with several chunks
+    | interleaved and adaptive run with several
 pipeline_schedule={names(lambda spec: spec.chunks == "two")} needs {_CHUNKS}=2
 pipeline_schedule={names(lambda spec: spec.is_v_only)} excludes pipeline_placement=loop
     | its stages run along the ranks and back
@@ -62,20 +62,20 @@ pipeline_placement=v needs pipeline_schedule={names(lambda spec: "v" in spec.pla
         _CHUNKS
     }>1
 activation_cap needs pipeline_schedule={names(lambda spec: spec.is_rule)}
-    | other schedules fix the number of microbatches in memory
+    | the others fix how many microbatches are kept
 split_backward=False excludes pipeline_schedule={
         names(lambda spec: spec.splits_backward == "always")
     }
     | its order computes weight gradients separately
 split_backward=True needs pipeline_schedule={splits}
-    | other schedules do not split the backward
+    | the others do not split the backward
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto
 keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwards
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
-    | the schedule keeps the inputs of many microbatches and repeats their forwards
-sequence_slices=0 needs pipeline_schedule=auto | auto measures some steps, and simulates others
+    | it keeps the inputs of many microbatches and repeats their forwards
+sequence_slices=0 needs pipeline_schedule=auto | it measures steps, and simulates others
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (
@@ -96,7 +96,7 @@ overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
 
 
 _REMEDIES = {
-    "needs": "add the needed flag, or change or drop the first",
+    "needs": "give that, or change or drop the first",
     "excludes": "change or drop one of them",
     "within": "change one of them",
     "divides": "change one of them",

@@ -473,7 +473,7 @@ def _convert_base(base: type, text: str) -> Any:
 
 def _check_text(text: str) -> None:
     if not text.strip():
-        raise ValueError("the value is empty; give a value or drop the flag")
+        raise ValueError("the value is empty; give one or leave the flag out")
 
 
 def _check_size(number: int, text: str) -> None:

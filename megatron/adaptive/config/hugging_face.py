@@ -92,7 +92,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
             the nearest value that is supported.
     """
     path = folder / CONFIG
-    document = read_json(path, "pass the folder of a Hugging Face model")
+    document = read_json(path, "name the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} has no model_type: it does not describe a Hugging Face model")
     _refuse_other_input(document, str(path), hf_family)

@@ -66,7 +66,7 @@ def require_file(path: str | Path) -> int:
     try:
         status = os.stat(path)
     except ValueError:  # for instance, the name contains a NUL character
-        raise OSError(errno.EINVAL, "not a valid file name", str(path)) from None
+        raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
     return _require_regular(status, path)
 
 

@@ -61,7 +61,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
             shape = f"pipeline {pipeline} x chunks" + f" {chunks}" * (chunks is not None)
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, which do not "
-                f"make up {shape}: give as many stages, joined by '|'"
+                f"make up {shape}: give as many, joined by '|'"
             )
         values["num_virtual_stages_per_pipeline_rank"] = len(stages) // pipeline
         values["partition"] = tuple(stage.count("t") for stage in stages)

@@ -136,7 +136,9 @@ class ModelConfig:
         "Use a gated feed-forward block with GELU, approximated by a hyperbolic tangent."
     )
     openai_gelu: bool = switch("Approximate GELU by a hyperbolic tangent.")
-    add_bias_linear: bool = switch("Use no bias in linear layers.", off="--disable-bias-linear")
+    add_bias_linear: bool = switch(
+        "Leave the bias out of linear layers.", off="--disable-bias-linear"
+    )
     add_qkv_bias: bool = switch(
         "Give queries, keys and values a bias even with --disable-bias-linear."
     )
@@ -249,13 +251,13 @@ class RecomputeConfig:
         "With full: number of layers of each group (uniform) or of each stage (block)."
     )
     recompute_modules: tuple[str, ...] | None = flag(
-        "With selective: modules to recompute.",
+        "With selective: modules that are recomputed.",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
         refused_choices={"moe": _NO_EXPERTS, "moe_act": _NO_EXPERTS, "shared_experts": _NO_EXPERTS},
         derived="core_attn",
     )
     distribute_saved_activations: bool = switch(
-        "With full: split the stored inputs of layers over tensor parallel ranks."
+        "With full: split kept inputs over tensor parallel ranks."
     )
 
     def __post_init__(self) -> None:
@@ -381,7 +383,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(read_text(path, "pass a file of flags"), comments=True)
+            return shlex.split(read_text(path, "name a file of flags"), comments=True)
         except ValueError as error:
             raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)

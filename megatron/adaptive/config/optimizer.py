@@ -47,10 +47,10 @@ class OptimizerConfig:
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: Iterations | None = flag(
-        "Iterations until the learning rate reaches its minimum.", derived="--train-iters"
+        "Iterations until the learning rate is lowest.", derived="--train-iters"
     )
     lr_decay_samples: Samples | None = flag(
-        "Samples until the learning rate reaches its minimum.", derived="--train-samples"
+        "Samples until the learning rate is lowest.", derived="--train-samples"
     )
     lr_wsd_decay_style: str = flag(
         "Curve of the last part of the WSD decay.",
@@ -91,7 +91,7 @@ class OptimizerConfig:
         "constant",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: NonNegative = flag("Maximum norm of the whole gradient; 0 for no clipping.", 1.0)
+    clip_grad: NonNegative = flag("Largest norm of the whole gradient; 0 does not clip.", 1.0)
     adam_beta1: Share = flag("Decay rate of Adam's average of gradients.", 0.9)
     adam_beta2: Share = flag("Decay rate of Adam's average of squared gradients.", 0.999)
     adam_eps: Positive = flag("Number added to Adam's denominator.", 1e-8)
@@ -101,7 +101,7 @@ class OptimizerConfig:
         "Use Nesterov momentum in muon.", names=("--muon-nesterov", "--muon-use-nesterov")
     )
     muon_split_qkv: bool = switch(
-        "Orthogonalize the weights of queries, keys and values together in muon, not separately.",
+        "Orthogonalize the weights of queries, keys and values together in muon, not each alone.",
         off=("--no-muon-split-qkv", "--muon-no-split-qkv"),
     )
     muon_scale_mode: str = flag(
@@ -110,7 +110,7 @@ class OptimizerConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_fp32_matmul_prec: str = flag(
-        "Precision of muon's matmuls.", "medium", choices=("low", "medium", "high")
+        "Precision of muon's matrix products.", "medium", choices=("low", "medium", "high")
     )
     muon_coefficient_type: str = flag(
         "Coefficients of the Newton-Schulz iteration in muon.",
@@ -119,14 +119,14 @@ class OptimizerConfig:
     )
     muon_num_ns_steps: Count = flag("Steps of the Newton-Schulz iteration in muon.", 5)
     muon_tp_mode: str = flag(
-        "Way in which muon orthogonalizes weights that tensor-parallel ranks share: each part "
-        "alone (blockwise), or the whole weight (duplicated, distributed).",
+        "Way in which muon treats weights that tensor-parallel ranks share: each part alone "
+        "(blockwise), or the whole weight.",
         "blockwise",
         choices=("blockwise", "duplicated", "distributed"),
     )
     muon_extra_scale_factor: Positive = flag("Number by which muon's updates are multiplied.", 1.0)
     muon_scalar_optimizer: str = flag(
-        "Optimizer for the weights that muon does not train.",
+        "Optimizer of the weights that muon does not train.",
         "adam",
         choices=("adam",),
         refused_choices={"lion": _NOT_MOVED},

@@ -169,7 +169,7 @@ class TransportConfig:
 
     transport: str = flag(
         "Transport between neighbouring ranks of the pipeline: the best one for each pair (auto), "
-        "or the given one for all pairs; or your own transport as package.module:Class.",
+        "or this one for all pairs; or your own transport as package.module:Class.",
         AUTO,
         choices=(AUTO, *TRANSPORTS),
         also_takes=_is_own_transport,
@@ -191,7 +191,7 @@ class TransportConfig:
     )
     transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
         "Time without any message, heartbeats included, after which a rank counts as lost; a rank "
-        "that was stopped for a shorter time continues.",
+        "that was stopped for less continues.",
         60.0,
         unit="SECONDS",
     )
@@ -218,7 +218,7 @@ class TransportConfig:
         derived="that of the port's IPv4 address over RoCE v2, if there is one",
     )
     rdma_mtu_bytes: int | None = flag(
-        "Maximum packet size (MTU) of rdma.",
+        "Largest packet of rdma.",
         choices=(256, 512, 1024, 2048, 4096),
         unit="BYTES",
         derived="the largest that both ports allow",

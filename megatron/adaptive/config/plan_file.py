@@ -207,7 +207,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     needed = world_size_of(content)
     if needed is not None and needed != world_size:
         raise ConfigError(
-            f"{PLAN_FLAG} {path} is for {needed} processes, but this run has {world_size}: start as"
+            f"{PLAN_FLAG} {path} is for {needed} processes, this run has {world_size}: start as"
             " many, or plan for these nodes"
         )
     for half in ("fp16", "bf16"):

@@ -27,9 +27,9 @@ class RunConfig:
     )
     sample_tokens: Count = flag("Number of tokens of that continuation.", 32)
     exit_interval: Iterations | None = flag(
-        "Save and exit at the next iteration that is a multiple of this number."
+        "Save and end at the next iteration that is a multiple of this number."
     )
-    exit_duration_in_mins: Count | None = flag("Save and exit after this time.", unit="MINUTES")
+    exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
     seed: Count = flag("Seed of all random numbers.", 1234)
     manual_gc: bool = switch(
         "Run Python's garbage collector only at the interval of --manual-gc-interval."
@@ -39,7 +39,7 @@ class RunConfig:
     )
     probe_interval: Natural = flag(
         "Iterations between two probes of ranks, links and groups, as by doctor --probe; a probe "
-        "that would take more than 1% of the time since the last probe is skipped; 0 for none.",
+        "that would take more than 1% of the time since the last one is left out; 0 for none.",
         0,
         unit="ITERATIONS",
     )
@@ -82,10 +82,10 @@ class CheckpointConfig:
         "and then copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Number of latest complete checkpoints to keep.", unit="N", derived="all"
+        "Number of complete checkpoints to keep, the latest ones.", unit="N", derived="all"
     )
-    no_save_optim: bool = switch("Do not save the optimizer state in checkpoints.")
-    no_save_rng: bool = switch("Do not save random number states in checkpoints.")
+    no_save_optim: bool = switch("Leave the optimizer state out of checkpoints.")
+    no_save_rng: bool = switch("Leave random number states out of checkpoints.")
     load: Folder | None = flag("Folder of checkpoints to resume from.")
     load_hf: Folder | None = flag(
         "Folder of a Hugging Face model: the run starts from its weights if --load has no "
@@ -106,7 +106,7 @@ class CheckpointConfig:
     no_load_rng: bool = switch("Do not load random number states.")
     finetune: bool = switch("Load only weights, and start at iteration 0 and the first sample.")
     exit_on_missing_checkpoint: bool = switch(
-        "Exit if the folder of --load has no checkpoint, instead of training from scratch."
+        "End the run if the folder of --load has no checkpoint, instead of training from scratch."
     )
     ckpt_format: str = flag(
         "Format of checkpoints.",
@@ -160,7 +160,7 @@ class LoggingConfig:
         "Folder for progress.jsonl, which records the progress of the run.", derived="--trace-dir"
     )
     logger: tuple[str, ...] | None = flag(
-        "Additional loggers that receive curves, each a name or your own logger as "
+        "Further loggers that receive curves, each a name or your own logger as "
         "package.module:Class.",
         reader=_read_names,
         unit="NAME,NAME",

@@ -51,7 +51,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
-            f"{text!r} is not a partition; write the layers of each stage as in 0-11-8-8"
+            f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
 
@@ -149,7 +149,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
-        raise ValueError(f"{text!r} does not give the ranks of each stage; write them as in 2-1-1")
+        raise ValueError(f"{text!r} does not give the ranks of each stage, write it as in 2-1-1")
     return widths
 
 
@@ -236,17 +236,15 @@ class ScheduleConfig:
         "combined-1f1b, dualpipe-v and orders chosen at run time."
     )
     weight_pieces: Count = flag(
-        "Maximum number of pieces into which a schedule that chooses at run time may split a "
-        "weight gradient.",
+        "Largest number of parts into which a schedule that chooses at run time may split a weight "
+        "gradient.",
         4,
         unit="PIECES",
     )
     record_schedule: File | None = flag(
-        "File to which the order of actions in every training step is written."
+        "File to which the order of every training step is written."
     )
-    replay_schedule: File | None = flag(
-        "File that --record-schedule wrote; training repeats its orders of actions."
-    )
+    replay_schedule: File | None = flag("File of --record-schedule whose orders are followed.")
     partition: tuple[int, ...] | None = flag(
         "Number of layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
         reader=parse_partition,
@@ -260,27 +258,27 @@ class ScheduleConfig:
         unit="'Et|(tt|)*2mL'",
     )
     decoder_first_pipeline_num_layers: Layers | None = flag(
-        "Number of layers of the first pipeline rank; other ranks share the remaining layers."
+        "Number of layers of the first pipeline rank; the other ranks share the rest."
     )
     decoder_last_pipeline_num_layers: Layers | None = flag(
-        "Number of layers of the last pipeline rank; other ranks share the remaining layers."
+        "Number of layers of the last pipeline rank; the other ranks share the rest."
     )
     account_for_embedding_in_pipeline_split: bool = switch(
-        "Give the first stage one layer fewer than other stages."
+        "Give the first stage one layer fewer than the others."
     )
     account_for_loss_in_pipeline_split: bool = switch(
-        "Give the last stage one layer fewer than other stages."
+        "Give the last stage one layer fewer than the others."
     )
     pipeline_placement: str | None = flag(
-        "Assignment of stages to ranks if a rank has several stages: in each round from the first "
-        "rank to the last (loop), or to the last rank and back (v).",
+        "Order of the stages over the ranks if a rank has several stages: each round from the "
+        "first rank to the last (loop), or to the last rank and back (v).",
         choices=("loop", "v"),
         derived="v for dualpipe-v, v-half, zb-v, and for adaptive, auto, hinted with two chunks; "
         "otherwise loop",
     )
     repartition: str = flag(
-        "Move layers, with their optimizer state, from slow ranks to other ranks between two steps "
-        "if measured times predict a gain.",
+        "Move layers, with their optimizer state, from slow ranks to others between two steps if "
+        "measured times predict a gain.",
         "off",
         choices=("off", "auto"),
     )
@@ -290,7 +288,7 @@ class ScheduleConfig:
         unit="ITERATIONS",
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
-        "Minimum gain for moving layers, as a fraction of the step time.", 0.05, unit="SHARE"
+        "Least gain for which layers are moved, as a fraction of the step time.", 0.05, unit="SHARE"
     )
     balance_replicas: str | None = flag(
         "Distribute the microbatches of each step over data-parallel replicas so that all replicas "
@@ -323,8 +321,8 @@ class ScheduleConfig:
         unit="TOKENS",
     )
     slice_cut: str = flag(
-        "Way to cut sequences: into slices of equal cost, which become shorter because later "
-        "slices attend to more tokens, or into slices of equal length.",
+        "Way to cut sequences: into slices of equal cost, which become shorter because later ones "
+        "attend to more tokens, or of equal length.",
         SLICE_CUTS[0],
         choices=SLICE_CUTS,
     )
@@ -352,10 +350,10 @@ class ScheduleConfig:
         "Stop tracing after this number of traced iterations.", derived="no limit"
     )
     trace_detail: str = flag(
-        "With --trace-dir: details that traced iterations record. Each value adds to the ones "
-        "before it: actions; layers adds the forward and backward of each transformer layer; "
-        "collectives adds those of each process group of the model; kernels adds operators and "
-        "kernels, on --profile-ranks from --profile-step-start to --profile-step-end.",
+        "With --trace-dir: measure only actions in traced iterations, or also the forward and "
+        "backward of each transformer layer (layers), or these and the collectives of each "
+        "process group of the model (collectives), or these and, on --profile-ranks from "
+        "--profile-step-start to --profile-step-end, operators and kernels (kernels).",
         "actions",
         choices=TRACE_DETAILS,
     )

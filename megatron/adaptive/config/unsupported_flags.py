@@ -33,7 +33,7 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-torch computes the matmuls of muon; drop the flag
+torch computes the matrix products of muon; drop the flag
     muon-use-syrk
 a first stage without layers has only the embedding; use --partition 0-...
     standalone-embedding-stage
@@ -93,7 +93,7 @@ this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
-on SIGTERM, SIGINT and SIGUSR1 the run saves and exits; drop the flag
+SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
     exit-signal
 torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
@@ -101,7 +101,7 @@ torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     check-weight-hash-across-dp-replicas-interval
 the ranks write checkpoints in the format torch_dist to --save; use --keep-checkpoints
     save-retain-interval dist-ckpt-save-pre-mcore-014
-checkpoints on local disks are only temporary copies for --save; use --save-local
+checkpoints on local disks are only copies on their way to --save; use --save-local
     non-persistent-save-interval non-persistent-ckpt-type
 checkpoints have the format torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
@@ -127,9 +127,9 @@ documents are joined, so that every sample is full; drop the flag
     allow-ambiguous-pad-tokens fim-data
 this trainer packs documents itself; use --variable-seq-lengths
     use-varlen-dataset sequence-packing-scheduler
-only layers with windows may have another rotary base; use --window-rotary-base
+layers with windows alone may have a rotary base of their own; use --window-rotary-base
     rotary-base-per-layer
-attention within documents has another flag; use --reset-attention-mask
+attention within documents has a flag of its own; use --reset-attention-mask
     dataloader-inter-document-masking
 the batch size does not change; choose --global-batch-size to fit the world size
     decrease-batch-size-if-needed

@@ -315,7 +315,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
                 f"{path}: cannot be read ({error.strerror}); check --data-path"
             ) from None
         if not S_ISREG(status.st_mode):
-            raise DataError(f"{path}: is not a regular file; pass a file of JSON lines")
+            raise DataError(f"{path}: is no regular file; name one of JSON lines")
         identity = f"{path}{status.st_size}{status.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]

@@ -136,7 +136,7 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if not np.array_equal(pointers, starts * dtype.itemsize):
         _refuse(idx_path, "offsets do not follow from the lengths")
     if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
-        _refuse(idx_path, f"document marks do not ascend from 0 to {sequences}")
+        _refuse(idx_path, f"document marks do not rise from 0 to {sequences}")
     if sequences == marks - 1 and bool(np.any(np.diff(ends) != 1)):
         number = int(np.argmax(np.diff(ends) != 1))
         _refuse(

@@ -231,7 +231,7 @@ def _conversation(line: str, where: str) -> Conversation:
     for name, value in zip(("tools", "documents"), extras, strict=True):
         is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         if value is not None and not is_list:
-            raise DataError(f"{where}: {name} is no list of objects; write one, or remove it")
+            raise DataError(f"{where}: {name} is no list of objects; write one, or leave it out")
     tools, documents = extras
     return Conversation(messages=messages, tools=tools, documents=documents)
 

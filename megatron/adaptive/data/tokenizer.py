@@ -354,7 +354,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{file}: is no model of SentencePiece; check --tokenizer-model"
             ) from None
         if self._model.eos_id() < 0:
-            raise DataError(f"{file}: has no end-of-sequence token; train it with an eos_id")
+            raise DataError(f"{file}: has no token for the end; train it with an eos_id")
         digest = hashlib.sha256(content + bytes([begins])).hexdigest()[:16]
         super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 
@@ -482,7 +482,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ConfigError(
             f"--vocab-size {size} is less than the {built.vocab_size} ids of the tokenizer "
             f"({kind}): the model has no row for the last ones; give the tokenizer of the model, "
-            "or remove --vocab-size"
+            "or leave --vocab-size out"
         )
     return built
 
@@ -511,7 +511,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"{flag} needs the package {name}, which is not installed: install "
-            f"megatron-adaptive[{extra}], or remove it"
+            f"megatron-adaptive[{extra}], or leave it out"
         ) from None
 
 

@@ -217,7 +217,7 @@ class Leader(Agreement):
                 self._reports[rank].give_up()
                 raise DeadlineError(
                     f"{self._describe(rank)}, of the same decision group, did not close "
-                    f"within {_CLOSE_S:g} s; check whether it failed"
+                    f"within {_CLOSE_S:g} s; did it stop elsewhere?"
                 )
 
     def _collect(self, rank: int) -> None:
@@ -293,8 +293,8 @@ class Follower(Agreement):
         message = self._decisions.next(timeout_s)
         if message is None:
             raise PeerLostError(
-                "the first rank of the decision group closed its channel, while this rank waits "
-                "for a decision; the ranks ran different numbers of steps"
+                "the first rank of the decision group has ended, while this one waits for "
+                "its next decision; the ranks ran different numbers of steps"
             )
         return None if message == _NOTHING else Action(*decode(message))
 

@@ -96,7 +96,7 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
         has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:
-        return "it has no ProcessGroupCollection, from which schedules take process groups"
+        return "it has no ProcessGroupCollection, by which schedules get their groups"
     for name, (positional, keywords) in _CALLS.items():
         function = functions[name]
         if function is None:

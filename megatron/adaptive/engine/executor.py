@@ -480,7 +480,7 @@ class Executor:
         if tensor is None:
             raise ScheduleError(
                 f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline gave no "
-                "gradient for the previous stage; make the stage's output depend on its input"
+                "gradient for the stage before it; does its input require one?"
             )
         rank, chunk = target
         if rank == self._pp_rank:

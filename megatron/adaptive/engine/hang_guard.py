@@ -99,7 +99,7 @@ class HangGuard:
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
         except OSError as error:
-            say(f"warning: hangs of this rank are not detected: {error}")
+            say(f"warning: nobody watches for hangs: {error}")
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)

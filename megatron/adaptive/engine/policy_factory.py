@@ -312,7 +312,7 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if schedule.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as separate actions, but this run "
-            "computes them in the backward pass: pass --split-backward True"
+            "computes them within the backward: give --split-backward True"
         )
     return schedule
 

@@ -176,7 +176,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
             timeout=datetime.timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
         ),
-        f"the program that listens there did not reply within {_ANSWER_S:.0f} s: it is not a torch"
+        f"the program that listens there gave no answer within {_ANSWER_S:.0f} s: it is not a torch"
         " store",
     )
 
@@ -201,7 +201,7 @@ def _serve(environment: Environment, end_s: float) -> Any:
             )
     wait = datetime.timedelta(seconds=left_s)
     return within(
-        left_s, lambda: next(dist.rendezvous("env://", timeout=wait))[0], "no ranks connected"
+        left_s, lambda: next(dist.rendezvous("env://", timeout=wait))[0], "the ranks did not come"
     )
 
 

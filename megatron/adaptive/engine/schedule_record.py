@@ -209,7 +209,7 @@ class ScheduleRecord:
             )
             flags = ", ".join(_REMEDIES[name] for name in differing)
             raise ConfigError(
-                f"{self._source} is of a pipeline of another shape: {pairs}; use {flags} of the "
+                f"{self._source} is of a pipeline of another shape: {pairs}; give {flags} of the "
                 "recorded run"
             )
 
@@ -275,7 +275,7 @@ class ScheduleRecord:
         if recorded != present:
             raise ConfigError(
                 f"step {step} of {self._source} has {recorded} microbatches, this run's has "
-                f"{present}; use the batch sizes and the data-parallel size of the recorded run"
+                f"{present}; give the batch sizes and the data-parallel size of the recorded run"
             )
 
 

@@ -194,8 +194,8 @@ def _as_list(value: Any, length: int) -> list[Any]:
         return list(value)
     if length > 1 and value is not None:
         raise ConfigError(
-            f"one function {value!r} was passed for the gradient synchronization of {length} "
-            "chunks; pass a list with one function per chunk"
+            f"one function {value!r} was given for the gradient synchronization of {length} "
+            "chunks; give a list with one function per chunk"
         )
     return [value] * length
 
@@ -517,8 +517,8 @@ class ForwardBackward:
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:
             raise ConfigError(
-                f"{num_chunks} model chunks and {num_iterators} data iterators were passed to a "
-                f"pipeline of {expected} chunks per rank; pass one model and iterator per chunk"
+                f"{num_chunks} model chunks and {num_iterators} data iterators were given to a "
+                f"pipeline of {expected} chunks per rank; give one of each per chunk"
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:

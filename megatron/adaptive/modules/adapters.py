@@ -54,12 +54,12 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     """
     peft = _peft()
     if not isinstance(config, peft.LoraConfig):
-        raise ConfigError(f"adapter is of type {type(config).__name__}: pass a LoraConfig of peft")
+        raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter has init_lora_weights={start!r}, for which each process needs weights of "
-            'other processes: leave it out, or give True or "gaussian"'
+            f"adapter has init_lora_weights={start!r}, for which each process needs other weights "
+            'than its own: leave it out, or give True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():

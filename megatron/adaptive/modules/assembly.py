@@ -598,6 +598,6 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     for name, tensor in floats.items():
         if tensor.view(-1)[0].isnan():
             raise ConfigError(
-                f"initialize has not filled {name}, of shape {list(tensor.shape)}: make it write "
-                "values in place into each tensor that it gets"
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
+                "into each tensor that it gets, in place"
             )

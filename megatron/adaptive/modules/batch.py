@@ -173,7 +173,7 @@ def _require_type(entry: str, dtype: torch.dtype, expected: torch.dtype) -> None
     if dtype != expected:
         raise ConfigError(
             f"{entry} has elements of {dtype}, the sample_batch has {expected}: cast the batch, or "
-            "make the Pipeline with a sample of this dtype"
+            "make the Pipeline with such a sample"
         )
 
 
@@ -231,8 +231,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
         numbers = []
     if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
         raise ConfigError(
-            f"num_items {num_items!r} was given for {count} microbatches: give one number of at"
-            " least 0 for each microbatch"
+            f"num_items {num_items!r} was given for {count} microbatches: give one number from 0 on"
+            " for each"
         )
     return numbers
 

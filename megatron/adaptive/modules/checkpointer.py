@@ -167,7 +167,7 @@ class Checkpointer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"extra cannot be written as JSON ({error}): give numbers, strings, lists and dicts"
+                f"extra cannot be written as JSON ({error}): give plain values"
             ) from None
         scaler = self._update.scaler
         return {
@@ -345,7 +345,7 @@ class Checkpointer:
         if kind not in (None, manifest["optimizer"]):
             raise CheckpointError(
                 f"{path} holds the state of {manifest['optimizer']}, the optimizer is {kind}: use "
-                "the saved type, or give optimizer=False"
+                "the same, or give optimizer=False"
             )
         for _, names in self._groups():
             options = [_without_lists(manifest["options"].get(name, {})) for name in names]

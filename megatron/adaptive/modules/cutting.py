@@ -98,7 +98,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
             f"{len(weights)} weights were given for {num_segments} segments: give one for each "
-            "segment between cut points"
+            "piece between cut points"
         )
 
 
@@ -415,13 +415,12 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is no parameter of the model: use "
-                    "names from model.named_parameters()"
+                    f"shared_weights names {name!r}, which is no parameter of the model"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two: assign one to the other before making the Pipeline"
+                    f"model has two: assign one to the other before"
                 )
 
 

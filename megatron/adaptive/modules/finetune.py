@@ -195,7 +195,7 @@ class _Run:
         self._open_logger()
         self._say(
             f"{len(self._trained)} samples to train on, {len(self._held_out)} for evaluation, "
-            f"{self._samples.num_empty} skipped because they have no learned tokens"
+            f"{self._samples.num_empty} without anything to learn left out"
         )
         for step in pipeline.loop(
             steps,

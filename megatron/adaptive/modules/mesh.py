@@ -165,8 +165,8 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "megatron-core's parallel state is already in use: close the other Pipeline first, or "
-            "do not initialize the parallel state"
+            "megatron-core's parallel state is in use already: close the Pipeline before, or do "
+            "not initialize it"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)

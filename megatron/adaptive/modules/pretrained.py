@@ -71,8 +71,8 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     known_types = transformers.CONFIG_MAPPING
     if kind not in known_types and "auto_map" in document and not trust_remote_code:
         raise ConfigError(
-            f"{path}: model_type {kind!r} needs the Python code in its folder: read this code, "
-            "then give trust_remote_code=True"
+            f"{path}: model_type {kind!r} needs the Python code in its folder: read that, then "
+            "give trust_remote_code=True"
         )
     if kind not in known_types and "auto_map" not in document:
         raise ConfigError(

@@ -75,8 +75,8 @@ def save_pretrained(
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained writes models of transformers, and {type(base).__name__} is not one: "
-            "use Pipeline.save"
+            f"save_pretrained writes models of transformers, and {type(base).__name__} is none: "
+            "use save"
         )
     partial = folder.parent / f".{folder.name}.partial"
     mesh.on_first(lambda: _make(folder, partial))

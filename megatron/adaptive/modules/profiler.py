@@ -211,7 +211,7 @@ class Profiler(SampledModel):
             if tape is None:
                 return DeviceMemoryError(
                     f"profile: no microbatch of {min(self.micro_batch_sizes or (1,))} samples "
-                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that segments "
+                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces "
                     "get smaller"
                 )
             tied = tied_parameters(tape, tensors_of(model))

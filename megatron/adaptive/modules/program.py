@@ -635,7 +635,7 @@ class MessageLayout:
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
-                    f"the tensor to send to the next stage is {list(tensor.shape)} {tensor.dtype}, "
+                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
                     f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
                     "on values of the batch; name the entry in decisive_entries, or move the cut "
                     "point"

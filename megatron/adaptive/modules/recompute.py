@@ -92,8 +92,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         if not ranges:
             raise ConfigError(
                 "recompute='selective' recomputes attention, and the model calls neither"
-                " scaled_dot_product_attention nor a softmax between two matmuls: give 'all', or"
-                " the indices of segments"
+                " scaled_dot_product_attention nor a softmax between two products of matrices:"
+                " give 'all', or the indices of segments"
             )
         return [calls for calls in ranges if _outside_change(tape, calls) is None]
     count = tape.num_segments

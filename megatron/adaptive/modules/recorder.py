@@ -238,7 +238,7 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
                 f"{name or type(module).__name__} has a hook for its backward pass, and stages run "
-                "recorded calls, not modules: remove the hook, or change the gradient by an "
+                "recorded calls, not modules: remove it, or change the gradient by an "
                 "autograd.Function"
             )
 
@@ -337,7 +337,7 @@ class CallRecorder(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs within a function of torch.func, of which only vmap can be "
-                "recorded: compute the same result with plain tensors there"
+                "recorded: compute the same with plain tensors there"
             )
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)

@@ -90,8 +90,8 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     }
     if model.slicing != "record" and _host_random_state() != before:
         raise ConfigError(
-            "the forward draws random numbers from Python's random or numpy.random, and all "
-            "microbatches would use the numbers of the sample: draw them with torch, or give "
+            "the forward draws random numbers from Python's random or numpy.random, and those of "
+            "the sample would be used for all microbatches: draw them with torch, or give "
             'slicing="record" if they do not matter'
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
@@ -156,7 +156,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
             raise ConfigError(
                 f"a microbatch passes the cut points {', '.join(tape.cuts)}, the sample "
                 f"{', '.join(cuts)}: each microbatch must pass them in the same order, but may "
-                "skip some"
+                "leave some out"
             )
         passed = [cuts.index(name) for name in tape.cuts]
         lows = [0, *(position + 1 for position in passed)]

@@ -100,7 +100,7 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
     if request.trace_dir is not None:
         raise ConfigError(
             "repartition 'auto' was given with trace_dir, and a trace describes steps of one "
-            "partition: leave out one of the two settings"
+            "partition: leave out one of them"
         )
 
 

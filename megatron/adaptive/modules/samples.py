@@ -388,7 +388,7 @@ def _with_images(
             if image is None:
                 raise ConfigError(
                     f"the messages have more parts of type image than the {len(listed)} images: "
-                    "give a path in each of these parts, or one image per part"
+                    "give a path in each of these parts, or as many images"
                 )
             part.update(type="image", image=image)
             images.append(image)
@@ -399,7 +399,7 @@ def _with_images(
     if unused:
         raise ConfigError(
             f"{unused} of {len(listed)} images have no part of type image in the messages: add "
-            '{"type": "image"} where each image belongs'
+            '{"type": "image"} where each one belongs'
         )
     return images, filled
 

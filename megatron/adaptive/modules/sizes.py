@@ -200,13 +200,13 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
         ScheduleError: If there is no such schedule.
     """
     if schedule == "forward-only":
-        raise ConfigError("schedule forward-only is only for eval(): choose another schedule")
+        raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
     num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
     placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
             f"chunks {chunks} was given with schedule {schedule}, which has "
-            f"{placement.num_chunks} stages per rank: leave chunks out"
+            f"{placement.num_chunks} per rank: leave chunks out"
         )
     return placement
 
@@ -234,7 +234,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         if split not in (None, splits):
             raise ConfigError(
                 f"split_backward={split} was given, but schedule {schedule} "
-                f"{'has' if splits else 'has no'} weight gradients as separate actions: leave it "
+                f"{'has' if splits else 'has no'} weight gradients as work of their own: leave it "
                 "out"
             )
     return Orders(
@@ -378,7 +378,9 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
     def write() -> None:
         if order.signature:
-            print("the job was planned for another model: planning again", flush=True)
+            print(
+                "the model is not the one that the job was planned for: planning again", flush=True
+            )
         try:
             module.write(Path(order.model))
         except OSError as error:

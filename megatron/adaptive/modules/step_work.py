@@ -179,7 +179,7 @@ class StepMaker:
             if len(batch) < replicas:
                 raise ConfigError(
                     f"a batch of {len(batch)} microbatches was given to {replicas} replicas: "
-                    "give at least one for each replica"
+                    "give at least one to each"
                 )
             dealt = self.balance.share(batch)
             return list(batch[replica::replicas]) if dealt is None else dealt

@@ -189,8 +189,8 @@ class Update:
         if foreign:
             raise ConfigError(
                 f"the optimizer holds {len(foreign)} of {len(parameters)} parameters that are not "
-                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make the "
-                "optimizer after the Pipeline, with pipeline.parameters()"
+                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make it "
+                "after the Pipeline, with pipeline.parameters()"
             )
 
     def check_trained(self) -> None:
@@ -204,7 +204,7 @@ class Update:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, and was "
                     f"{not parameter.requires_grad} when the Pipeline was made, which decides what "
-                    "stages send to one another: set requires_grad before making the Pipeline"
+                    "stages send to one another: change it before, and make a new Pipeline"
                 )
 
     def process_groups(self) -> dict[str, Any]:

@@ -59,7 +59,9 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     entries = outputs.entries(assumed)
     if not entries:
         names = ", ".join(where for where, _ in texts)
-        raise ConfigError(f"{names}: no node with GPUs is up: pass the outputs of nodes with GPUs")
+        raise ConfigError(
+            f"{names}: no node with GPUs is up: give the outputs of nodes that have some"
+        )
     nodes = _grouped(entries, outputs.switches)
     document: dict[str, Any] = {"format": 1, "nodes": nodes}
     without = [group["gpu"] for group in nodes if "network" not in group]
@@ -169,7 +171,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
     """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
-        raise ConfigError(f'{where}: no column GRES: run sinfo -N -o "%N %G %T"')
+        raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
     return [
         _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")})
         for row in (dict(zip(head, line, strict=False)) for line in lines)

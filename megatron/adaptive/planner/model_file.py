@@ -436,12 +436,12 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """
     try:
         if not text.lstrip().startswith("-"):
-            text = read_text(folder / text, f"{where}: pass a file of arguments")
+            text = read_text(folder / text, f"{where}: name a file of arguments")
         arguments = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {text}: {error.strerror}; pass a file of arguments") from error
+        raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
@@ -497,7 +497,7 @@ def read_model(
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
-            f"--seq-length {sequence}: model {text} has a sequence length; remove the flag"
+            f"--seq-length {sequence}: model {text} has a sequence length; leave it out"
         )
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _of_profile(document, str(path), precision, make)

@@ -401,7 +401,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; use another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
 def conf_text(document: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ def profile_of_plan(content: Any, where: str) -> Any:
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
             f"{where} is a plan without measurements: try a rank of it with plan --try {where}, or"
-            " pass a profile"
+            " name a profile"
         )
     return tried["profile"]
 
@@ -380,7 +380,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 def _rows(path: Path) -> list[Any]:
     """Returns the rows of a JSON list, or of a CSV file with its numbers converted."""
-    hint = "pass a file of measurements per cut point"
+    hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
     return [
@@ -410,7 +410,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     """
     measured = content["model"]
     subject = f"{where} is of model {measured['name']}"
-    advice = "measure the model that is planned, or remove --profile"
+    advice = "measure the model that is planned, or leave --profile out"
     # The part of a name after "/" is the number of ranks that experts are distributed over. It may
     # differ, so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}

@@ -378,7 +378,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
         speeds = [row.prediction.tokens_per_s for row in rows]
         _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
-        raise ConfigError(f"--pareto {folder}: {error.strerror}; use another folder") from error
+        raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
@@ -430,7 +430,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     try:
         figure.write_html(str(path), include_plotlyjs=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; use another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
 
 
 def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
@@ -530,7 +530,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
             f"--partition has {stages} stages and --pp is {_list(options.pp)}: they contradict"
-            " each other; remove one"
+            " each other; leave one out"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
@@ -561,7 +561,7 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
         reason = f"has experts that they do not divide: choose from {_list(model.expert_ranks)}"
         raise ConfigError(
             f"--expert-parallel-size {_list(spreads)}: {model.name}"
-            f" {reason if model.has_experts else 'has no experts; remove it'}"
+            f" {reason if model.has_experts else 'has no experts; leave it out'}"
         )
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):

@@ -78,7 +78,7 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
     for row in rows:
         if set(row) != names:
             raise ConfigError(
-                f"{where}: tried.ranks must have exactly the values {', '.join(sorted(names))}:"
+                f"{where}: tried.ranks lacks or has other values than {', '.join(sorted(names))}:"
                 " remove the key tried, and try the plan again"
             )
     return {row["rank"]: TriedRank(**row) for row in rows}

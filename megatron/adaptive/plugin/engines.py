@@ -92,7 +92,7 @@ class Engines:
                 )
         if any(_share_chunks(chunks, engine.modules) for engine in self._engines):
             raise ConfigError(
-                f"install() was called for {_name(chunks)} after this model ran a step: call it "
+                f"install() was called for {_name(chunks)} after steps of it have run: call it "
                 "before the model's first step"
             )
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))

@@ -108,8 +108,8 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "which the plugin needs to place stages; use megatron-core 0.15 to 0.20 or "
-                    "leave install() out"
+                    "by which stages are placed; use megatron-core 0.15 to 0.20 or leave install() "
+                    "out"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, replacement in self._replaced:
@@ -268,7 +268,7 @@ def _check(config: Any) -> None:
     if getattr(config, "mtp_standalone", False):
         raise ConfigError(
             "pipeline_model_parallel_layout of the model has multi-token prediction on a separate "
-            "stage: a V needs it on the last stage; move its layers there or use placement loop"
+            "stage: a V has it on the last stage; move its layers there or use placement loop"
         )
     holders = parallel_state.get_embedding_group(check_initialized=False)
     if holders is not None and holders.size() > 1:

@@ -37,14 +37,14 @@ class _PluginFlags:
     moe_token_dispatcher_type: str = flag("How tokens get to their experts.", "allgather")
 
     first_weights: str = flag(
-        "Draw initial weights by pipeline rank, as Megatron-LM does, or by layer number. With "
-        "by-layer, they are the same in a loop, in a V and for every number of stages.",
+        "Draw first weights by pipeline rank, as Megatron-LM does, or by the number of their "
+        "layer: then they are the same in a loop, in a V and for every number of stages.",
         "by-rank",
         choices=("by-rank", "by-layer"),
     )
     keyed_dropout: bool = flag(
-        "Draw dropout's random numbers from step, microbatch and layer, so that the order of "
-        "actions does not change them; otherwise Megatron-LM draws them in the order of forwards.",
+        "Draw dropout's random numbers from step, microbatch and layer, so that the order of work "
+        "does not change them; otherwise Megatron-LM draws them in the order of the forwards.",
         False,
         takes_value=True,
     )

@@ -380,9 +380,8 @@ class Engine:
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
-                    "dropout's random numbers depend on the order of forwards, which a run-time "
-                    "rule with several chunks chooses again in each run: pass --keyed-dropout "
-                    "True to make runs repeatable"
+                    "dropout's numbers follow the order of forwards, which a rule with several "
+                    "chunks chooses again in each run: give --keyed-dropout True to repeat a run"
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)

@@ -100,15 +100,15 @@ def check_model(
     if overlaps and "moe" in (config.recompute_modules or ()):
         raise ConfigError(
             "overlap_moe_expert_parallel_comm of the model with recomputed layers of experts: a "
-            "recomputation would change a layer whose forward is still running; turn one of the "
-            f"two settings off {_INSTEAD}"
+            "recomputation would change a layer whose forward is still under way; turn one of the "
+            f"two off {_INSTEAD}"
         )
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"the model's chunks are placed in a {built}, and schedule {settings.schedule} was "
-            f"given with placement {settings.kind}: call install() with this placement before the "
-            "model is built"
+            f"given with placement {settings.kind}: call install() with it before the model is "
+            "built"
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk, groups)
@@ -117,7 +117,7 @@ def check_model(
             raise ConfigError(
                 f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
                 "GPTModel that is built after install() draws weights by layer; call install() "
-                "before the model is built, or leave first_weights out"
+                "before, or leave first_weights out"
             )
     names = ("moe_token_dispatcher_type", "recompute_granularity")
     settings.require(
@@ -140,9 +140,8 @@ def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
         )
     if getattr(config, "num_moe_experts", None) and not groups.experts:
         raise ConfigError(
-            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: the "
-            "engine needs them to run the same actions on ranks that exchange tokens; set these "
-            "groups"
+            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: ranks "
+            "that exchange tokens run the same actions; set these groups"
         )
 
 

@@ -320,8 +320,8 @@ def exchange(
         peers = ", ".join(map(str, sorted({*arrived, *leaving})))
         reason = str(error).splitlines()[0]
         raise TransportError(
-            f"rank {rank} could not exchange layers with rank {peers}: {reason}; the job's state "
-            "is lost: resume the job from its last checkpoint"
+            f"rank {rank} could not pass layers from or to rank {peers}: {reason}; the job's state "
+            "is lost: resume it from its last checkpoint"
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):

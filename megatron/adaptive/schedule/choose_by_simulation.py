@@ -264,7 +264,7 @@ def evaluate(
         ScheduleError: The candidate cannot run on this pipeline.
     """
     if not seeds:
-        raise ScheduleError("no seeds: pass at least one seed to simulate")
+        raise ScheduleError("no seeds: give at least one draw to simulate")
     policies = candidate.policies(num_microbatches)
     results = []
     for seed in seeds:

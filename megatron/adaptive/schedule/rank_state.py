@@ -95,7 +95,7 @@ class RankState:
         num_items = item_count(num_microbatches, num_slices)
         if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
             subject = _count_of(num_microbatches, num_slices)
-            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give one for each, at least 0")
+            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give each one's, none negative")
         if weight_pieces < 0:
             raise ScheduleError(
                 f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"

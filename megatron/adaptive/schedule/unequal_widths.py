@@ -165,7 +165,7 @@ class Widths:
         if rest or not each:
             raise ScheduleError(
                 f"{num_microbatches} microbatches over the {self.sizes[stage]} replicas of stage"
-                f" {stage} (widths {self}): each must have the same number; use a multiple of"
+                f" {stage} (widths {self}): each must have the same number; give a multiple of"
                 f" {self.round_size}"
             )
         return each

@@ -593,7 +593,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("rank 0 sent the answer to another request")
+                raise ConnectionError("an answer to another request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)

@@ -174,7 +174,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work has changed by more than 2% and beyond chance")
+            lines.append("  no part of the work has changed by more than 2% and than chance")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def compare_runs(
         if len(measured.iterations) < 3:
             raise TraceError(
                 f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
-                " more iterations after the first"
+                " more after the first"
             )
     changes = [
         *_computing(first, second),

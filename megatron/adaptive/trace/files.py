@@ -295,8 +295,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         return None  # another machine has just renamed the shared folder
     except OSError as error:
         raise TraceError(
-            f"cannot move aside {path} with the traces of an earlier start: {error.strerror}; let "
-            "this user write to its parent folder, or pass another --trace-dir"
+            f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
+            "this user write there, or name another --trace-dir"
         ) from error
     return kept
 

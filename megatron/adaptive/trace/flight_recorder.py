@@ -334,7 +334,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         return (
             missing,
             f"{_ranks(missing)} left no dump, while others wait",
-            f"read in the log how {_ranks(missing)} exited, and look for a lost machine",
+            f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
         )
     if entered := next((call for call in stuck if call.is_entered), None):
         return (), *_endless(entered)
@@ -378,14 +378,14 @@ class _PlainUnpickler(pickle.Unpickler):
     """Unpickles only lists, dicts, strings and numbers, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"the file contains an object of {module}.{name}")
+        raise pickle.UnpicklingError(f"it contains an object of {module}.{name}")
 
     def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("the file refers to another file")
+        raise pickle.UnpicklingError("it refers to another file")
 
 
 def _read_dump(rank: int, path: Path) -> Dump:
-    data = read_bytes(path, "pass a folder with dumps of torch's flight recorder", TraceError)
+    data = read_bytes(path, "give a folder with dumps of torch's flight recorder", TraceError)
     content: Any
     try:
         if data.lstrip()[:1] == b"{":
@@ -399,8 +399,8 @@ def _read_dump(rank: int, path: Path) -> Dump:
     version = content.get("version") if isinstance(content, dict) else None
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise TraceError(
-            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; only "
-            "versions 2.x can be read: write the dump with a release of torch that uses them"
+            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; versions "
+            "2.x can be read: dump with a torch that writes them"
         )
     try:
         return _parse(rank, content)

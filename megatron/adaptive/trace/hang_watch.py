@@ -189,8 +189,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{item}, which {peer.name} sent: the message was lost on the way",
-                    advice="check the network between these ranks (cable, firewall, interface)",
+                    f"{item}, which {peer.name} sent: it is lost on the way between them",
+                    advice="check the network between the two (cable, firewall, interface)",
                 )
     circle = _circle(edges)
     if circle and any(by_rank[member].needs for member in circle):
@@ -199,17 +199,17 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="their schedules contradict each other: check that all ranks have the same "
-            "--schedule-file, or use another --pipeline-schedule",
+            advice="their orders contradict each other: check that all ranks have the same "
+            "--schedule-file, or take another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
         ranks=tuple(behind),
         cause="collective",
-        text="all ranks wait for other ranks; "
+        text="all ranks wait for others; "
         + "; ".join(f"{rank.name} {rank.place}" for rank in ranks[:4]),
-        advice="all ranks have entered a collective, and it does not end: check the network "
-        "between the ranks, and the GPUs",
+        advice="a collective that all have entered does not end: check the network between the "
+        "ranks, and the GPUs",
     )
 
 
@@ -223,12 +223,12 @@ class _Symptom(NamedTuple):
 
 
 _SYMPTOMS = (
-    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "ended", "find its error above"),
+    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "ended", "look for its error above"),
     _Symptom(
         "stopped",
         lambda rank: rank.state in ("T", "t"),
         "is stopped (by a signal or a debugger)",
-        "resume it with: kill -CONT {pid}",
+        "kill -CONT {pid} lets it continue",
     ),
     _Symptom(
         "file system",
@@ -240,7 +240,7 @@ _SYMPTOMS = (
         "interpreter lock",
         lambda rank: rank.state in ("R", "S") and bool(rank.now) and rank.age_s > _STALE_S,
         "lets no other Python thread of its process run (C code holds the interpreter's lock)",
-        "look at the C function that it calls; it must release the lock (GIL) while it waits",
+        "look at that call; code in C must release the lock (GIL) while it waits",
     ),
     _Symptom(
         "silent machine",
@@ -273,15 +273,15 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "find the thread that holds the lock in the file with all stacks"
+        advice = "the file with all stacks shows which thread holds it"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
-        advice = "check the GPU with nvidia-smi and dmesg"
+        advice = "check it with nvidia-smi and dmesg"
     else:
         cause = "collective" if missed else "code"
-        activity = "runs other code" if missed else "waits for no other rank"
-        advice = "look at the code that it executes"
+        activity = "does something else" if missed else "waits for no rank"
+        advice = "look at the code it is in"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),

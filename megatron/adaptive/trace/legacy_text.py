@@ -125,7 +125,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     if max(contents.rows) >= num_ranks:
         raise TraceError(
             f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
-            "ranks; give the file its old name"
+            "ranks; restore its name"
         )
     traces = {}
     for rank, by_iteration in sorted(contents.rows.items()):

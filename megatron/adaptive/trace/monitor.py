@@ -432,7 +432,7 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; was it stopped, or killed on another machine?"
+        return "silent", "no rank reports; stopped, or killed on another machine?"
     return "running", f"no report from {_ranks(silent)}" if silent else ""
 
 

@@ -358,7 +358,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     files = trace_files(folder)
     if not files:
         state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
-        raise TraceError(f"{folder} {state}; pass the folder into which the run wrote its traces")
+        raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
     if not headers:
@@ -366,8 +366,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     for rank, header in headers.items():
         if header.rank != rank:
             raise TraceError(
-                f"{files[rank]} has the header of rank {header.rank}, but it is named after rank "
-                f"{rank}; give the file its old name"
+                f"{files[rank]} has the header of rank {header.rank}, the file is named after rank "
+                f"{rank}; restore its name"
             )
     _check_one_run(folder, headers)
     traces, alignment = _on_one_clock(indexes, headers)
@@ -410,7 +410,7 @@ def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
                 for name in different
             )
             raise TraceError(
-                f"{folder} mixes {kind}: {listed}; move the files of all but one to other folders"
+                f"{folder} mixes {kind}: {listed}; keep the files of one and move the rest"
             )
 
 

@@ -111,7 +111,7 @@ def _own_logger(name: str) -> type[Logger]:
     if loaded is None:
         raise ConfigError(
             f"argument --logger: {name!r} is not one of {', '.join(built_in_loggers())}, and not "
-            "package.module:Class of your own logger"
+            "package.module:Class of a logger of yours"
         )
     if not _is_logger(loaded):
         raise ConfigError(

@@ -267,7 +267,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
-            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or use another "
+            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
             "folder with --save"
         )
     if isinstance(error, RuntimeError) and (asked := _TOO_MUCH.search(str(error))):

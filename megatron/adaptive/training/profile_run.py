@@ -159,7 +159,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
             return None
         if not any(measured.values()):
             raise SetupError(
-                "nothing was measured: the layers do not fit in memory; profile with a"
+                "nothing was measured: memory does not suffice for the layers; profile with a"
                 " smaller --micro-batch-sizes or a wider --tp"
             )
         facts_by_node = {
@@ -255,7 +255,7 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
         if local % tp:
             raise ConfigError(
                 f"--tp {tp}: the {local} processes of a node do not divide into groups of {tp};"
-                " start more with --nproc-per-node, or remove it"
+                " start more with --nproc-per-node, or leave it out"
             )
     return list(options.widths)
 

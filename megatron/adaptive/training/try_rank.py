@@ -203,8 +203,8 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
     run = build_run(job)
     if run.wiring is None:
         raise ConfigError(
-            "schedule megatron: a rank is tried only with this project's own schedules: try the"
-            " plan with 1f1b or interleaved, which are equal"
+            "schedule megatron: a tried rank runs the orders of this project: try the plan with"
+            " schedule 1f1b or interleaved, which are equal"
         )
     samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
     num_chunks = run.placement.num_chunks

@@ -179,7 +179,7 @@ class GlooTransport:
                     raise
             raise DeadlineError(
                 f"{count} messages were not taken within {timeout_s:g} s, the oldest by "
-                f"{self._describe(peer)}; check that it runs and can be reached"
+                f"{self._describe(peer)}; is it alive and on the network?"
             )
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class GlooTransport:
             if thread.is_alive():
                 raise DeadlineError(
                     f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; "
-                    "check whether it failed"
+                    "did it stop elsewhere?"
                 )
 
     def _say_end(self, peer: int) -> None:
@@ -291,14 +291,14 @@ class GlooTransport:
         header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
-                f"message {header.sequence} from {self._describe(peer)} arrived where {sequence} "
-                "was due; a message was lost or duplicated"
+                f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
+                "due; a message was lost or doubled"
             )
         if not self._fits(header.shape, header.dtype):
             raise TransportError(
                 f"{self._describe(peer)} sent shape {header.shape} of {header.dtype} on a channel "
-                f"opened here for {self._shape} of {self._dtype}; start both ranks with the same "
-                "options"
+                f"opened here for {self._shape} of {self._dtype}; do both ranks run with the same "
+                "options?"
             )
         payload = posted.payload
         if payload is None:

@@ -135,7 +135,7 @@ class NativeTransport:
         if not tensor.is_cpu:
             raise TransportError(
                 f"{action} for {self._describe(peer)} is on {tensor.device}, but this transport "
-                "was made for CPU tensors; make the transport with that device"
+                "was made for tensors of the CPU; make it with that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
         tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
@@ -181,7 +181,7 @@ class NativeTransport:
         slow = ", ".join(self._describe(peer) for peer, count in waiting.items() if count)
         raise DeadlineError(
             f"{sum(waiting.values())} messages were not taken within {timeout_s:g} s by "
-            f"{slow or 'the device'}; check that it runs and can be reached"
+            f"{slow or 'the device'}; is it alive and on the network?"
         )
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class NcclTransport(GlooTransport):
             count = sum(self._senders[peer].pending for peer in slow)
             raise DeadlineError(
                 f"{count} messages were not taken within {timeout_s:g} s by "
-                f"{', '.join(map(self._describe, slow))}; check that it runs and can be reached"
+                f"{', '.join(map(self._describe, slow))}; is it alive and on the network?"
             )
 
     def close(self) -> None:

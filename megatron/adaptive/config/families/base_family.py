@@ -268,7 +268,7 @@ class Family:
             if verdict is not None and not verdict.is_supported:
                 raise ConfigError(
                     f"{where}: {key} {value!r} asks for {verdict.feature}, which this trainer's"
-                    f" layers lack; the nearest supported value is {verdict.nearest}"
+                    f" layers lack; the nearest is {verdict.nearest}"
                 )
 
 

@@ -155,9 +155,7 @@ def _instance(kind: Any, name: str) -> Family:
             raise ConfigError(f"{where}: {setting!r} is not a setting: the nearest is {nearest}")
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
-            raise ConfigError(
-                f"{where}: outer_weights lacks {module}: add the module's name in your files"
-            )
+            raise ConfigError(f"{where}: outer_weights lacks {module}: add its name in your files")
     family: Family = kind()
     return family
 
@@ -186,8 +184,8 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     nearest = (difflib.get_close_matches(str(name), built_in_families(), n=1) or ["llama"])[0]
     raise ConfigError(
         f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
-        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are supported; to plan"
-        " another model, give its sizes as `layers` of a model file, see plan --schema model"
+        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are read; to plan"
+        " another one give its sizes as `layers` of a model file, see plan --schema model"
     )
 
 

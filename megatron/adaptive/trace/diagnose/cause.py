@@ -219,8 +219,8 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            f"argument --cause: {name!r} is not package.module:Class, and not the name of an entry "
-            f"point of the group {ENTRY_POINTS}"
+            f"argument --cause: {name!r} is not package.module:Class of a cause of yours, and not "
+            f"an entry point of the group {ENTRY_POINTS}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(

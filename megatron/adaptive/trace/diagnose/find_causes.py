@@ -83,7 +83,7 @@ def _uncounted(run: RunTrace) -> list[str]:
         return []
     return [
         f"not counted, as machines of the run lack or forbid it: {', '.join(sorted(names))}; no "
-        "finding uses these counters"
+        "cause is named by these"
     ]
 
 

@@ -131,7 +131,7 @@ _WAITS = (
     _Wait(
         GPU_POWER_LIMITED,
         "the power limit of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same limit",
+        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same",
     ),
     _Wait(
         PROCESSOR_WAIT,
@@ -141,7 +141,7 @@ _WAITS = (
     ),
     _Wait(
         MEMORY_WAIT,
-        "{host} is short of memory: programs wait for memory in {share:.0%} of the time",
+        "{host} is short of memory: programs wait for it in {share:.0%} of the time",
         "free memory on {host}, or place fewer ranks there",
     ),
     _Wait(

@@ -244,7 +244,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         )
         names = sum((rank_file.unknown for rank_file in files), Counter[str]())
         listed = f" (its ranges are {_listed(names)})" if names else ""
-        raise TraceError(f"{source}: no range is a forward or backward pass{listed}; {advice}")
+        raise TraceError(f"{source}: no range is named as a forward or backward{listed}; {advice}")
     starts, first = table["start_ts"], min(table["start_ts"])
     table["start_ts"] = np.array([start - first for start in starts]) / 1e9
     table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
@@ -252,7 +252,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, source, world_size=world)
     unknown = sum((rank_file.unknown for rank_file in files), Counter[str]())
     if unknown:
-        notes.append(f"{len(unknown)} names of ranges are of no known kind: {_listed(unknown)}")
+        notes.append(f"{len(unknown)} kinds of ranges are of no known kind: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
 
 
@@ -346,7 +346,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
-                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one job")
+                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one")
             named = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(named[-1]) if named else 0)
             if rank not in ranks:
@@ -420,7 +420,7 @@ def _objects(file: _RankFile) -> Iterator[bytes]:
         *lines, held = (held + chunk).split(b"\n")
         if len(held) + sum(map(len, parts)) > MOST_LINE_BYTES:
             most = f"more than {MOST_LINE_BYTES >> 20} MiB"
-            raise TraceError(f"{file.path} has a line of {most}; write one batch of spans per line")
+            raise TraceError(f"{file.path} has a line of {most}; give each batch of spans its own")
         for line in lines:
             if parts or line.rstrip() == b"{":
                 parts.append(line)
@@ -467,7 +467,7 @@ def _read(path: Path) -> _RankFile:
             held = held[cut:]
         ended = held[-64:]
     if not has_head:
-        raise TraceError(f"{path} has no traceEvents; pass a file that torch.profiler wrote")
+        raise TraceError(f"{path} has no traceEvents; it is not written by torch.profiler")
     file.is_cut |= b"]" not in ended
     _take_events(file, held, tokens, decode, is_cut=file.is_cut)
     return file
@@ -621,7 +621,7 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
     sizes = {file.world_size for file in files if file.world_size}
     if len(sizes) > 1:
         both = " and ".join(map(str, sorted(sizes)))
-        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one job")
+        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one")
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:

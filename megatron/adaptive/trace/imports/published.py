@@ -107,7 +107,7 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise SetupError(
             f"{path.name} is Parquet, and pyarrow, which reads it, is not installed; pip install "
-            "'megatron-adaptive[trace]', or pass the table as CSV"
+            "'megatron-adaptive[trace]', or give the table as CSV"
         ) from error
     try:
         file = parquet.ParquetFile(path)
@@ -153,7 +153,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
         raise TraceError(f"{origin} has a column that holds no numbers: {error}") from None
     names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
-        raise TraceError(f"{origin} contains no operation; was the job traced?")
+        raise TraceError(f"{origin} holds no operation; was the job traced?")
     broken = [
         name
         for name, values in numbers.items()
@@ -449,7 +449,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     if trace_files(folder):
-        raise TraceError(f"{folder} holds the traces of a run; pass a folder without traces")
+        raise TraceError(f"{folder} holds the traces of a run; give a folder without any")
     for rank, trace in run.ranks.items():
         with (
             replaced(folder / trace_file_name(rank)) as temporary,

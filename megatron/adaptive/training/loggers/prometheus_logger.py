@@ -123,7 +123,7 @@ class PrometheusFile(Logger):
             self._gauges.write(self._path)
         except OSError as error:
             raise ConfigError(
-                f"--prometheus-file {self._path} cannot be written ({error.strerror}): pass a file"
+                f"--prometheus-file {self._path} cannot be written ({error.strerror}): name a file"
                 " in a folder that this user may write"
             ) from None
         self._due_s = 0.0

@@ -51,7 +51,7 @@ class TensorBoard(Logger):
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
         except OSError as error:
             raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): pass a folder "
+                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
                 "that this user may write"
             ) from None
         self._file.begin()
