@@ -34,7 +34,7 @@ class OptimizerConfig:
     """
 
     optimizer: str = flag(
-        "Optimizer. With muon, embeddings, output layer, biases and norms are trained by adam.",
+        "Optimizer. With muon, word embeddings, the output layer, biases and norms use adam.",
         "adam",
         choices=("adam", "sgd", "muon"),
         refused_choices=dict.fromkeys(_OTHERS, _NOT_MOVED),
