@@ -173,6 +173,42 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
     assert [path.read_text() for path in tmp_path.glob("told.*")] == [str(int(number))] * 2
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_again_lets_ranks_save(
+    number: signal.Signals, start: Launch, tmp_path: Path
+) -> None:
+    # torchrun left its ranks at the second signal; they need the store that it holds.
+    text = (
+        "import os, pathlib, signal, sys, time\n"
+        "def leave(number, frame):\n"
+        "    pathlib.Path('told').touch()\n"
+        "    while not pathlib.Path('again').exists():\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(1)\n"
+        "    pathlib.Path('launcher').write_text(str(os.getppid()))\n"
+        "    sys.exit(0)\n"
+        f"signal.signal({int(number)}, leave)\n"
+        f"{TOUCH}"
+        "time.sleep(60)\n"
+    )
+    process = start(text, 1)
+    wait_for_ranks(process, tmp_path, 1)
+    process.send_signal(number)
+    end = time.monotonic() + WATCHDOG_S
+    while not (tmp_path / "told").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for _ in range(5):
+        process.send_signal(number)
+        time.sleep(0.02)
+    (tmp_path / "again").touch()
+    status, _, stderr = finish(process)
+    assert status == 128 + number
+    assert stderr.splitlines() == [f"stopped by signal {number.name}"]
+    assert (tmp_path / "launcher").read_text() == str(process.pid)
+
+
 def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
     """Waits until so many ranks have begun."""
     end = time.monotonic() + WATCHDOG_S

@@ -93,6 +93,33 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert losses == [whole.losses[step]]
 
 
+def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The load raised the failure of the other checkpoint, which it does not read.
+    commit = PipelineFolder.commit
+
+    def fail_at_four(self: PipelineFolder, step: int, *arguments: Any) -> Path:
+        if step == 4:
+            raise OSError("the disk is full")
+        return commit(self, step, *arguments)
+
+    monkeypatch.setattr(PipelineFolder, "commit", fail_at_four)
+    begun = trained()
+    restored: list[int] = []
+
+    def restore(step: int) -> None:
+        if step == 5:
+            begun.pipeline._checkpointer.saver.wait()
+            begun.pipeline.load(tmp_path, state=begun.state)
+            restored.append(begun.pipeline.steps)
+            fail()  # the loop does not go on from another step
+
+    with pytest.raises(KeyError):
+        begun.run(9, tmp_path, save_interval=2, async_save=True, before=restore)
+    assert restored == [2]
+
+
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

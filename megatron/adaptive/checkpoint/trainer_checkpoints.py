@@ -125,13 +125,19 @@ class Checkpoints:
             are written to ``--save`` directly.
         config: Settings to use instead of the run's. With ``None``, the run's settings are used.
             ``config.checkpoint`` decides which state is saved and loaded.
+        saver: Saver of the same job to go on with, for instance after layers moved. It may still
+            be writing a checkpoint. ``None`` makes a new one.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
     """
 
     def __init__(
-        self, run: Run, local: LocalDisk | None = None, config: TrainerConfig | None = None
+        self,
+        run: Run,
+        local: LocalDisk | None = None,
+        config: TrainerConfig | None = None,
+        saver: CheckpointSaver | None = None,
     ) -> None:
         self._config = run.job.config if config is None else config
         self._config_dict = self._config.to_dict()
@@ -140,7 +146,7 @@ class Checkpoints:
         self._optimizer = run.optimizer
         self._scheduler = run.scheduler
         self._all = RankGroup(run.job.rank, run.job.control_group)
-        self.saver = CheckpointSaver(run.job, local)
+        self.saver = CheckpointSaver(run.job, local) if saver is None else saver
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: tuple[state.StateParts, list[int]] | None = None

@@ -6,6 +6,7 @@ The command line is that of torchrun. The differences from torchrun are:
 - A failed job prints one line about the failed rank, without torchrun's traceback.
 - Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
+- A second SIGTERM or SIGHUP changes nothing: the ranks finish saving. A second Ctrl-C ends the job.
 - SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
   of a job shortly before the job's time limit.
 """
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
@@ -88,6 +90,7 @@ def _launch(argv: Sequence[str]) -> int:
         # printed the error.
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    _end_once()
     try:
         _wait_for_store(options)
         run(options)
@@ -100,6 +103,31 @@ def _launch(argv: Sequence[str]) -> int:
         print(f"stopped by signal {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(error.sigval)
     return 0
+
+
+def _end_once() -> None:
+    """Makes torchrun treat further SIGTERM and SIGHUP as the same request as the first one.
+
+    While torchrun waits for its ranks to save, a second signal would make it exit at once, and the
+    ranks would lose their key-value store before they have saved. If the parent process is killed,
+    the kernel may send SIGTERM several times
+    (:func:`megatron.adaptive.config.parent_process.end_with_parent`).
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    end = api._terminate_process_handler
+    has_asked = False
+
+    def end_or_wait(number: int, frame: FrameType | None) -> None:
+        nonlocal has_asked
+        is_request = number in (signal.SIGTERM, signal.SIGHUP)
+        if is_request and has_asked:
+            return
+        has_asked = has_asked or is_request
+        end(number, frame)
+
+    # torchrun looks up its handler by this name just before it starts the ranks.
+    vars(api)["_terminate_process_handler"] = end_or_wait
 
 
 def _read_options(argv: Sequence[str]) -> Any:

@@ -13,7 +13,9 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Asks the kernel to send this process a signal when its parent process exits.
 
-    The setting survives ``exec``. Child processes do not inherit it.
+    The setting survives ``exec``. Child processes do not inherit it. If a parent with several
+    threads is killed, the signal may come several times: the kernel sends it each time it hands
+    this process from a thread that exits to one that has not exited yet.
 
     Args:
         number: Number of the signal.

@@ -187,7 +187,7 @@ class Checkpointer:
         trust: bool = False,
     ) -> dict[str, Any]:
         """Reads a checkpoint and returns its manifest. Takes the arguments of ``Pipeline.load``."""
-        self.saver.finish()
+        self.saver.wait()
         folders = PipelineFolder(folder)
         objects = state or {}
 

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.node_local import LocalDisk
+from megatron.adaptive.checkpoint.saver import CheckpointSaver
 from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.schedule import format_partition
@@ -221,13 +222,17 @@ class TrainingRun:
         self.is_loaded = progress is not None
         self.progress = progress or Progress()
         self.loader: Any = None
+        self._saver: CheckpointSaver | None = None
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
         """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
-        self.checkpoints = Checkpoints(run, self._local)
+        # The saver outlives a move: it may still have to report a checkpoint that it wrote behind
+        # training, or could not write.
+        self.checkpoints = Checkpoints(run, self._local, saver=self._saver)
+        self._saver = self.checkpoints.saver
         self.step = Step(run)
         self.dealing: ReplicaDealing | None = None
         if self.config.balance != "off" and not self.config.run.skip_train:
@@ -389,7 +394,7 @@ class Rebalancing(RunHook):
             return
         live = self._live
         begin_s = time.perf_counter()
-        live.checkpoints.saver.finish()
+        live.checkpoints.saver.wait()
         live.report_position(f"the move of layers after iteration {iteration}")
         order = due.move if isinstance(due, Decision) else None
         former = live.run.placement.kind

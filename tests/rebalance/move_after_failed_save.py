@@ -1,0 +1,53 @@
+"""The trainer, whose layers move after step 2 while the folder of checkpoints cannot be written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()
+accelerator.quiet_libraries()
+
+from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress  # noqa: E402
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
+from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
+
+FAILS, MENDED = 2, 3  # steps whose checkpoint cannot be written, and can again
+
+MOVE = Move(partition=(1, 3), present_s=1.0, step_s=0.5, why="test", before_s=1.0, former=(2, 2))
+
+
+def main(checkpoints: Path) -> int:
+    """Runs the trainer with the rest of the command line."""
+    aside = checkpoints.with_name("aside")
+    save = Checkpoints.save
+    steps = 0
+
+    def save_or_fail(self: Checkpoints, progress: Progress, *, behind: bool = False) -> Path | None:
+        if self._all.is_first and progress.iteration == FAILS:
+            self.saver.wait()
+            checkpoints.rename(aside)
+            checkpoints.touch()  # no folder can be made here
+        elif self._all.is_first and progress.iteration == MENDED:
+            checkpoints.unlink()
+            aside.rename(checkpoints)
+        return save(self, progress, behind=behind)
+
+    def move_once(*_: Any) -> Move | None:
+        nonlocal steps
+        steps += 1
+        return MOVE if steps == FAILS else None
+
+    vars_of_saves: Any = Checkpoints
+    vars_of_saves.save = save_or_fail
+    vars_of_moves: Any = Repartitioner
+    vars_of_moves.after_step = move_once
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv.pop(1))))
