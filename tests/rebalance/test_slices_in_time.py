@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import time
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(auto_schedule, "choose", choose_late)
     orders = Orders(schedule="auto", placement=PLACEMENT, pp_rank=0, slice_shares=(0.5, 0.5))
     tuner = Tuner(
-        job=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+        job=SimpleNamespace(rank=0, timeout=datetime.timedelta(minutes=10)),  # type: ignore[arg-type]
         pp_ranks=(0, 1),
         chunks=(),
         forward_backward=SimpleNamespace(orders=orders),  # type: ignore[arg-type]

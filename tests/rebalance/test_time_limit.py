@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.rebalance.time_limit import result_within
+from megatron.adaptive.rebalance.time_limit import limit_of_search, result_within
 from tests.multiprocess.launch import torchrun
 
 SCRIPT = Path(__file__).with_name("slow_choice.py")
@@ -26,6 +27,12 @@ def test_an_action_is_left_behind_at_the_limit() -> None:
     assert result_within(60.0, lambda: 7, 0) == 7
     with pytest.raises(KeyError):
         result_within(60.0, lambda: {}["none"], 0)
+
+
+def test_a_search_ends_before_other_ranks_stop_to_wait_for_it() -> None:
+    # With --distributed-timeout-minutes 1, both limits were 60 s, and the other ranks gave up.
+    assert limit_of_search(60.0, datetime.timedelta(minutes=1)) == 30.0
+    assert limit_of_search(60.0, datetime.timedelta(minutes=10)) == 60.0
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ may become larger or smaller in between.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import operator
 import statistics
@@ -48,7 +49,7 @@ from megatron.adaptive.rebalance.judgement import (
     judge,
     trained_bytes,
 )
-from megatron.adaptive.rebalance.time_limit import LIMIT_S
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
@@ -148,8 +149,8 @@ class SegmentBalancer:
         self._mover = SegmentMover(request.model, request.order, assembly, mesh)
         self._interval = request.repartition_interval
         self._gain = self._least_gain = request.repartition_gain
-        # The other ranks wait for the result of the search for at most timeout_s.
-        self._limit_s = min(LIMIT_S, request.timeout_s / 2)
+        timeout = datetime.timedelta(seconds=request.timeout_s)
+        self._limit_s = limit_of_search(LIMIT_S, timeout)
         self._sizes = _segment_sizes(request, assembly)
         self._kinds = _segment_kinds(assembly, self._sizes)
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=MOST_STEPS)

@@ -33,7 +33,12 @@ from megatron.adaptive.profiling.free_memory import free_memory_bytes
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.judgement import trained_bytes
-from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
+from megatron.adaptive.rebalance.time_limit import (
+    LIMIT_S,
+    SIMULATED_OF_LIMIT,
+    limit_of_search,
+    result_within,
+)
 from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, pace_of
 from megatron.adaptive.schedule.choose_slices import (
     NextTrial,
@@ -108,6 +113,7 @@ class Tuner:
     def __post_init__(self) -> None:
         self._steps = 0
         self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
+        self._limit_s = limit_of_search(LIMIT_S, self.job.timeout)
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
         """Adds the times of a training step. After the last measured step, chooses a schedule.
@@ -147,7 +153,9 @@ class Tuner:
             return decision
         if self.numbers and self.trial is None:
             return job.on_first(lambda: self._next_trial(samples, num_microbatches))
-        self.say(f"auto simulates schedules for at most {LIMIT_S:g} s; all ranks wait for rank 0")
+        self.say(
+            f"auto simulates schedules for at most {self._limit_s:g} s; all ranks wait for rank 0"
+        )
         decision = job.on_first(lambda: self._choose_in_time(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:
             self.forward_backward.use(decision.stay)
@@ -180,10 +188,10 @@ class Tuner:
     ) -> Decision:
         present = self.forward_backward.orders.candidate(num_microbatches)
         return result_within(
-            LIMIT_S,
+            self._limit_s,
             lambda: self._choose(samples, loads, num_microbatches),
             Decision(
-                text=f"auto keeps {present}: no schedule was simulated within {LIMIT_S:g} s, "
+                text=f"auto keeps {present}: no schedule was simulated within {self._limit_s:g} s, "
                 "as the processors are busy"
             ),
         )
@@ -227,7 +235,7 @@ class Tuner:
         )
         partition = () if loads is None else loads[0].partition
         limit = partial(self._limit, samples, partition)
-        until_s = time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S
+        until_s = time.monotonic() + SIMULATED_OF_LIMIT * self._limit_s
         settings: dict[str, Any] = {
             "num_microbatches": num_microbatches,
             "splittable": orders.weight_pieces > 0,
@@ -249,7 +257,7 @@ class Tuner:
                 measured = SliceTrial(num_slices=number, times=profile.times)
                 profile = without_slices(profile, number, added_s(self.trial, measured))
                 factor = ratio(profile.times, measured.times)
-                middle_s = until_s - SIMULATED_OF_LIMIT * LIMIT_S / 2
+                middle_s = until_s - SIMULATED_OF_LIMIT * self._limit_s / 2
                 numbers = [number, *(other for other in self.numbers if other != number)]
                 chosen = choose_number(numbers, choose_for, middle_s)
                 number, text = chosen.num_slices, f"; {chosen.text}"

@@ -46,7 +46,7 @@ from megatron.adaptive.rebalance.judgement import (
     step_seconds,
 )
 from megatron.adaptive.rebalance.move_stages import with_schedule
-from megatron.adaptive.rebalance.time_limit import LIMIT_S
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
@@ -218,8 +218,9 @@ class Repartitioner:
             lambda: self._decide(measured, num_microbatches)
         )
         if is_late:
+            limit_s = limit_of_search(LIMIT_S, self._run.job.timeout)
             self._message(
-                f"  repartition: layers stay, as no partition was simulated within {LIMIT_S:g} s"
+                f"  repartition: layers stay, as no partition was simulated within {limit_s:g} s"
             )
         way_back = self._compare(step_s)
         self._forget()
@@ -296,7 +297,8 @@ class Repartitioner:
         assert isinstance(run.forward_backward, ForwardBackward)
         candidate = run.forward_backward.orders.candidate(num_microbatches)
         partition = run.job.config.layers_per_stage
-        return judge(measured, candidate, partition, num_microbatches, self._gain, limit_s=LIMIT_S)
+        limit_s = limit_of_search(LIMIT_S, run.job.timeout)
+        return judge(measured, candidate, partition, num_microbatches, self._gain, limit_s=limit_s)
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +15,16 @@ LIMIT_S = 60.0
 
 SIMULATED_OF_LIMIT = 0.75
 """Fraction of the time limit after which simulations stop and the best result so far is chosen."""
+
+
+def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
+    """Returns the maximum time in seconds of a search on rank 0, so that others do not give up.
+
+    Args:
+        limit_s: Maximum time if other ranks wait for long enough, in seconds.
+        timeout: Time after which a rank that waits for rank 0 ends with an error.
+    """
+    return min(limit_s, timeout.total_seconds() / 2)
 
 
 def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
