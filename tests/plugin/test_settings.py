@@ -13,7 +13,12 @@ from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.schedule_specs import schedule_spec
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.plugin.settings import Settings, add_arguments, megatron_arguments
+from megatron.adaptive.plugin.settings import (
+    Settings,
+    add_arguments,
+    megatron_arguments,
+    timeout_of_groups,
+)
 
 CHOICES = next(
     spec.choices for spec in fields_of(ScheduleConfig) if spec.dest == "pipeline_schedule"
@@ -128,3 +133,20 @@ def test_arguments_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert megatron_arguments() is None
     training.get_args = lambda: "the arguments"
     assert megatron_arguments() == "the arguments"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        (None, 600),
+        (argparse.Namespace(distributed_timeout_minutes=2), 120),
+        (
+            argparse.Namespace(
+                distributed_timeout_minutes=2, distributed_timeout_seconds_after_init=45
+            ),
+            45,
+        ),
+    ],
+)
+def test_ranks_wait_as_long_as_megatron_lm_does(arguments: Any, seconds: int) -> None:
+    assert timeout_of_groups(arguments).total_seconds() == seconds

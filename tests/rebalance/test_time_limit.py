@@ -30,7 +30,7 @@ def test_an_action_is_left_behind_at_the_limit() -> None:
 
 
 def test_a_search_ends_before_other_ranks_stop_to_wait_for_it() -> None:
-    # With --distributed-timeout-minutes 1, both limits were 60 s, and the other ranks gave up.
+    # Both limits were 60 s with --distributed-timeout-minutes 1, so the other ranks gave up.
     assert limit_of_search(60.0, datetime.timedelta(minutes=1)) == 30.0
     assert limit_of_search(60.0, datetime.timedelta(minutes=10)) == 60.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import os
 import sys
 from dataclasses import dataclass
@@ -249,3 +250,16 @@ def megatron_arguments() -> Any:
         return get_args()
     except AssertionError:  # Megatron-LM raises this if it has not parsed its arguments yet
         return None
+
+
+def timeout_of_groups(arguments: Any) -> datetime.timedelta:
+    """Returns the time after which a rank stops to wait for the other ranks of the job.
+
+    Args:
+        arguments: Megatron-LM's parsed arguments. ``None``, for a program without them, gives 10
+            minutes.
+    """
+    seconds = getattr(arguments, "distributed_timeout_seconds_after_init", None)
+    if seconds:
+        return datetime.timedelta(seconds=seconds)
+    return datetime.timedelta(minutes=getattr(arguments, "distributed_timeout_minutes", 10))

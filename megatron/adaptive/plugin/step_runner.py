@@ -48,7 +48,7 @@ from megatron.adaptive.gpt.model_placement import add_up_copies
 from megatron.adaptive.plugin.first_weights import DEFAULT_SEED
 from megatron.adaptive.plugin.placement_patch import Placed
 from megatron.adaptive.plugin.run_trace import StepTrace, stage_sizes
-from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.plugin.settings import Settings, megatron_arguments, timeout_of_groups
 from megatron.adaptive.plugin.unsupported_features import (
     check_call,
     check_model,
@@ -313,6 +313,7 @@ class Engine:
             accelerator=self._accelerator,
             control_group=dist.group.WORLD,
             places=gather_places(self._groups),
+            timeout=timeout_of_groups(megatron_arguments()),
         )
         require_equal_settings(_shared_settings(settings, config))
         self._splits = self._choose_split(config)
