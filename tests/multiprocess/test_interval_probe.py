@@ -10,7 +10,7 @@ from megatron.adaptive.trace.read import read_run
 
 from .launch import ROOT, Ranks, tail
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(700)]
 
 FLAGS = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -23,8 +23,13 @@ VARIABLES = {"SLOW_LINK": "1-2", "SLOW_LINK_S": "0.1"}
 LIMIT_S = 200.0
 
 
-def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
-    log = tmp_path / "output.txt"
+TRIES = 3
+
+
+def probe_lines(folder: Path) -> list[str]:
+    """Runs the job and returns the lines of its probe."""
+    folder.mkdir()
+    log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]
     ranks = Ranks(command, world_size=3, log=log, limit_s=LIMIT_S, variables=VARIABLES)
     try:
@@ -32,9 +37,24 @@ def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
     finally:
         ranks.kill()
     lines = [line for line in log.read_text().splitlines() if "  probe: " in line]
-    assert any("probe: ranks 1 and 2 on node" in line for line in lines), tail(log)
-    assert not any("probe: ranks 0 and 1" in line for line in lines), lines
-    run = read_run(tmp_path / "traces")
+    assert lines, tail(log)
+    return lines
+
+
+def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
+    for number in range(TRIES):
+        folder = tmp_path / str(number)
+        lines = probe_lines(folder)
+        assert not any("probe: ranks 0 and 1" in line for line in lines), lines
+        if any("probe: ranks 1 and 2 on node" in line for line in lines):
+            break
+        # Links of a slow rank are not compared, and other programs may slow a rank for a moment.
+        assert any(f"probe: rank {rank} on node" in line for rank in (1, 2) for line in lines), (
+            lines
+        )
+    else:
+        pytest.fail(f"the link was not named in {TRIES} runs: {lines}")
+    run = read_run(folder / "traces")
     for rank in run.ranks.values():
         kinds = {number: [s.action for s in rank.spans(number)] for number in rank.iterations}
         assert {number: k.count("probe") for number, k in kinds.items()} == {1: 0, 2: 1, 3: 0}
