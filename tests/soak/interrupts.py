@@ -114,6 +114,8 @@ class Chain:
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
+            # Dropout is drawn per microbatch, and jobs of a chain may measure other sizes as best.
+            more["micro_batch_size"] = 2
             arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
             return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
         arguments = [*_TRAINING, *(["--async-save"] if self.is_async else [])]
@@ -388,6 +390,9 @@ def _judge(
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
         bad = []  # the errors of a library, which a user's script does not catch
+    is_import = "KeyboardInterrupt" in lines and "pipeline_script" in description
+    if chain.kind == "pipeline" and is_import and "SIGINT" in description:
+        bad = []  # Python's own answer while the user's script imports its modules
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
         bad = []  # torch's launcher reports a signal in this way
     if any("init_import_site" in line for line in lines):
