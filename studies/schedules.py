@@ -42,7 +42,7 @@ def trading(options: argparse.Namespace) -> Result:
 
 def content(options: argparse.Namespace) -> Result:
     """Part ``content``."""
-    from studies import unequal_content  # imports torch, which other parts do without
+    from studies import unequal_content  # prepares torch for a machine without CUDA
 
     return unequal_content.measure(quick=options.quick)
 
