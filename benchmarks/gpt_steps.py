@@ -115,11 +115,11 @@ class Rank(CompetingRank):
 
     def function_of(self, name: str) -> Function:
         if name.startswith("torch "):
-            from benchmarks.gpt_torch import TorchRunner
+            from benchmarks.torch_schedules import GptTorchRunner
 
             schedule, _, by_stores = name.removeprefix("torch ").partition(", ")
             stores = self._stores if by_stores else None
-            return TorchRunner(self._run, schedule, MICROBATCHES, stores or ())
+            return GptTorchRunner(self._run, schedule, MICROBATCHES, stores or ())
         if name.startswith("plug-in "):
             return self.fed(self._plugged_in(name.removeprefix("plug-in ")))
         if self._name == OVER_TRANSPORTS:

@@ -1,11 +1,10 @@
-"""Measures import, export and load of Hugging Face folders, and tokenizers beside their libraries.
+"""Measures import, export and load of Hugging Face folders, and the speed of tokenizing.
 
     python benchmarks/hugging_face.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``size``, speed and memory of import and export of a generated model, over reading and
-writing its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``tokens``, the
-number of documents for which a tokenizer here and its library return different tokens, and the
-speed of ``data preprocess`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
+writing its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``preprocess``,
+the speed of ``data preprocess`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -189,153 +185,29 @@ def _generate_model(folder: Path, gigabytes: float) -> int:
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
-_SCRIPTS = (
-    "aáeéiïoößuü",
-    "абвгдеёжз",
-    "αβγδεζ",
-    "中文字漢語日本",
-    "かなカナ",
-    "אבגד",
-    "مرحبا",
-    "हिन्दी",
-    "🙂🚀✓—",
-)
-
-
-def _mixed_text(megabytes: float) -> list[str]:
-    """Returns sources of the standard library, each followed by random words of one script."""
-    from megatron.adaptive.data.corpus import source_files
-
-    draw = random.Random(1)
-    documents, left = [], megabytes * 1e6
-    for path in source_files(Path(sysconfig.get_path("stdlib"))):
-        source = path.read_bytes().decode("utf-8", "ignore")
-        letters = draw.choice(_SCRIPTS)
-        parts = [
-            "".join(draw.choices(letters, k=draw.randint(1, 9)))
-            + draw.choice((" ", "  ", "\n", "\r\n\t", ", ", "\u00a0", "'s ", f" {draw.random()} "))
-            for _ in range(len(source) // 12)
-        ]
-        documents += [source, "".join(parts)]
-        left -= sum(len(text.encode()) for text in documents[-2:])
-        if left < 0:
-            return documents
-    raise SystemExit(f"the standard library has less text than {megabytes} MB")
-
-
-Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Settings of each kind of tokenizer, and its library's function that encodes a text."""
-
-
-def tokens(megabytes: float) -> Result:
-    """Part ``tokens``: compares tokens and the speed of ``data preprocess``.
+def preprocessing(megabytes: float) -> Result:
+    """Part ``preprocess``: measures the speed of ``data preprocess`` over ``tokenizers`` alone.
 
     Args:
-        megabytes: Size of the text.
+        megabytes: Size of the text, which is written three times.
     """
-    texts = _mixed_text(megabytes)
-    nbytes = sum(len(text.encode()) for text in texts)
-    note = f"{nbytes / 1e6:.1f} MB in {len(texts)} documents"
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        rows = _different_documents(_make_tokenizers(folder, texts), texts, note)
-        rows += _preprocess_speeds(folder, texts, 3 * nbytes)
-    return Result(rows=rows)
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-
-def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
-    """Trains tokenizers; that of Hugging Face's libraries is in the folder ``hf``."""
-    import sentencepiece
-    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    from harness.texts import mixed_text
     from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 
-    corpus = make_corpus(CorpusSpec(output_dir=folder / "corpus", max_bytes=4_000_000))
-    gpt2_files = {"vocab_file": str(corpus.vocab_file), "merge_file": str(corpus.merge_file)}
-
-    def byte_pairs() -> Tokenizer:
-        tokenizer = Tokenizer(models.BPE.from_file(*gpt2_files.values()))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return tokenizer
-
-    gpt2, chat = byte_pairs(), byte_pairs()
-    chat.decoder = decoders.ByteLevel()
-    chat.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    hf = folder / "hf"
-    hf.mkdir()
-    chat.save(str(hf / "tokenizer.json"))
-    (hf / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.splitlines()[:50]),
-        model_prefix=str(folder / "pieces"),
-        vocab_size=4000,
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    pieces_file, ranks_file = str(folder / "pieces.model"), str(folder / "ranks.json")
-    size = _write_ranks(Path(ranks_file), chat.get_vocab()) + 19
-    pieces = sentencepiece.SentencePieceProcessor(model_file=pieces_file)
-    fast = PreTrainedTokenizerFast.from_pretrained(hf)
-    tiktoken = TikTokenTokenizer(ranks_file, None, 19, pattern="v2", vocab_size=size)
-    tiktoken_settings = {
-        "tokenizer_model": ranks_file,
-        "tiktoken_pattern": "v2",
-        "vocab_size": size,
-        "tiktoken_num_special_tokens": 19,
-    }
-    return {
-        "GPT2BPETokenizer": (gpt2_files, lambda text: gpt2.encode(text).ids),
-        "HuggingFaceTokenizer": (
-            {"tokenizer_model": str(hf)},
-            lambda text: fast(text, add_special_tokens=False).input_ids,
-        ),
-        "SentencePieceTokenizer": ({"tokenizer_model": pieces_file}, pieces.encode),
-        "Llama2Tokenizer": (
-            {"tokenizer_model": pieces_file},
-            lambda text: [pieces.bos_id(), *pieces.encode(text)],
-        ),
-        "TikTokenizer": (tiktoken_settings, tiktoken.text_to_ids),
-    }
-
-
-def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes a vocabulary of byte pairs as tiktoken's ranks; returns the number of tokens."""
-    import base64
-
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
-    byte_of = {letter: byte for byte, letter in letter_of.items()}
-    merged = [
-        bytes(byte_of[letter] for letter in token)
-        for token in sorted(vocabulary, key=vocabulary.__getitem__)
-        if not token.startswith("<|") and len(token) > 1
-    ]
-    ranks = [
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
-        for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])
-    ]
-    path.write_text(json.dumps(ranks))
-    return len(ranks)
-
-
-def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns for each kind the number of documents whose tokens differ from the library's."""
-    from megatron.adaptive.config.data import TokenizerConfig
-    from megatron.adaptive.data.tokenizer import build_tokenizer
-
-    rows = []
-    for kind, (settings, encode) in kinds.items():
-        config = TokenizerConfig(tokenizer_type=kind, **settings)
-        documents = build_tokenizer(config).tokenize_batch(texts)
-        different = sum(
-            document != encode(text) for document, text in zip(documents, texts, strict=True)
-        )
-        title = f"{kind}: documents with other tokens"
-        rows.append(Row(what=title, value=different, goal=0, note=note))
-    return rows
+    texts = 3 * mixed_text(megabytes)
+    nbytes = sum(len(text.encode()) for text in texts)
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        corpus = make_corpus(CorpusSpec(output_dir=folder / "corpus", max_bytes=4_000_000))
+        encoder = Tokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
+        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        encoder.add_special_tokens(["<|end|>"])
+        (folder / "hf").mkdir()
+        encoder.save(str(folder / "hf" / "tokenizer.json"))
+        (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+        return Result(rows=_preprocess_speeds(folder, texts, nbytes))
 
 
 def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[Row]:
@@ -343,13 +215,13 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
 
     Args:
         folder: Folder for inputs and outputs, with the Hugging Face tokenizer in ``hf``.
-        texts: Documents, which are written three times.
+        texts: Documents.
         nbytes: Size of all that is written.
     """
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
     hf, lines = folder / "hf", folder / "text.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts] * 3))
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def preprocess_s(inputs: Path, workers: int) -> float:
         begin_s = time.perf_counter()
@@ -387,7 +259,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
 
 def main() -> int:
     """Measures and prints; returns 1 if a goal is missed."""
-    parser = parser_of(__doc__, ("size", "tokens", "rank"), "a smaller model and less text")
+    parser = parser_of(__doc__, ("size", "preprocess", "rank"), "a smaller model and less text")
     parser.add_argument("--gigabytes", type=float, help="size of the model (2; 0.5)")
     parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
@@ -398,7 +270,7 @@ def main() -> int:
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)
     megabytes = options.megabytes or (2.0 if options.quick else 10.0)
-    parts = {"size": lambda: size(gigabytes), "tokens": lambda: tokens(megabytes)}
+    parts = {"size": lambda: size(gigabytes), "preprocess": lambda: preprocessing(megabytes)}
     return measure(parts, options)
 
 

@@ -23,15 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.emulated_work import EmulatedRank, seconds_of  # noqa: E402
 from harness.processes import fork_ranks, train  # noqa: E402
 from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
-from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.catalog import Candidate, make_candidate  # noqa: E402
 from megatron.adaptive.schedule.choose_by_simulation import evaluate  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import with_rounding  # noqa: E402
-from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, Workload, draw  # noqa: E402
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes, draw  # noqa: E402
 from megatron.adaptive.trace.metrics import rank_figures  # noqa: E402
 from megatron.adaptive.trace.read import read_run  # noqa: E402
 
@@ -141,39 +140,15 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
     return named
 
 
-def _seconds(work: Workload) -> dict[ActionKind, list[list[float]]]:
-    durations: list[list[list[float]]] = (work.durations_ps / PS_PER_S).tolist()
-    return dict(zip(ActionKind, durations, strict=True))
-
-
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
     """Runs every order for each number of sequences; returns seconds and largest memory."""
-    from benchmarks.emulated.ours import timed_step
-    from benchmarks.emulated.work import RankWork
-    from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers
-
-    sharpen_timers()
-    sleeper = Sleeper()
-    channels: dict[Placement, Channels] = {}
+    member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):
         for name, candidate in candidates(RANKS, count).items():
-            placement, slices = candidate.placement, candidate.num_slices
-            if placement not in channels:
-                channels[placement] = Channels(placement, rank)
-            drawn = draw(placement, count, profile_of(RANKS), num_slices=slices)
-            state = RankState(
-                placement=placement,
-                rank=rank,
-                num_microbatches=count,
-                cap=candidate.cap,
-                sizes=drawn.sizes or None,
-                weight_pieces=candidate.weight_pieces,
-                num_slices=slices,
-            )
-            work = RankWork(placement, rank, _seconds(drawn), sleeper)
-            policy = candidate.policies(count)[rank]
-            step = timed_step(channels[placement], work, policy, state)
+            slices = candidate.num_slices
+            drawn = draw(candidate.placement, count, profile_of(RANKS), num_slices=slices)
+            step = member.step(candidate, seconds_of(drawn), count, sizes=drawn.sizes or None)
             records.append(
                 {
                     "count": count,
@@ -184,8 +159,7 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
                     "peak": step.peak,
                 }
             )
-    for channel in channels.values():
-        channel.close()
+    member.close()
     return records
 
 

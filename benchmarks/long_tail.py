@@ -11,7 +11,6 @@ number of tokens (``--slice-tokens``). Exits with status 1 if a goal is missed.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.emulated_work import EmulatedRank  # noqa: E402
 from harness.processes import fork_ranks  # noqa: E402
-from harness.report import Result, Row, measure, parser_of  # noqa: E402
+from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
 from megatron.adaptive.config.sequence_slices import Cut, SliceRule  # noqa: E402
 from megatron.adaptive.data.loader import Batching, LengthMicrobatches  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
-from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 RANKS = 4
@@ -120,50 +119,36 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
     """Runs every way once for each seed; returns seconds and largest memory, in tokens."""
-    from benchmarks.emulated.ours import timed_step
-    from benchmarks.emulated.work import RankWork
-    from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers
-
-    sharpen_timers()
-    sleeper = Sleeper()
-    channels: dict[Placement, Channels] = {}
+    member = EmulatedRank(rank)
     records = []
     for seed in seeds:
         tokens, by_name = ways(seed)
         for name, way in by_name.items():
-            placement = way.placement
-            if placement not in channels:
-                channels[placement] = Channels(placement, rank)
-            pieces = 2 if way.in_v else 0
             num_slices = tuple(len(cut.ends) for cut in way.cuts)
             count = len(way.cuts)
             sizes = [size for size, _ in way.items]
             mean = sum(sizes) / len(sizes)
             mean_number = len(sizes) / count
             largest = max(cut.ends[-1] for cut in way.cuts) / (mean * mean_number)
-            cap = max(default_cap(placement, count, mean_number), largest) if way.in_v else None
+            cap = max(default_cap(way.placement, count, mean_number), largest)
             candidate = Candidate(
-                name=way.schedule, placement=placement, weight_pieces=pieces, cap=cap
+                name=way.schedule,
+                placement=way.placement,
+                weight_pieces=2 if way.in_v else 0,
+                cap=cap if way.in_v else None,
             )
-            equal = max(num_slices) == 1
-            policy = candidate.policies(count, None if equal else num_slices)[rank]
-            state = RankState(
-                placement=placement,
-                rank=rank,
-                num_microbatches=count,
+            step = member.step(
+                candidate,
+                way.seconds(),
+                count,
+                num_slices=1 if max(num_slices) == 1 else num_slices,
                 sizes=[size / mean for size in sizes],
-                weight_pieces=pieces,
-                cap=cap,
-                num_slices=1 if equal else num_slices,
+                unit=mean * mean_number,
             )
-            work = RankWork(placement, rank, way.seconds(), sleeper)
-            unit = mean * mean_number
-            step = timed_step(channels[placement], work, policy, state, unit)
             records.append(
                 {"seed": seed, "way": name, "tokens": tokens, "s": step.seconds, "peak": step.peak}
             )
-    for channel in channels.values():
-        channel.close()
+    member.close()
     return records
 
 
@@ -171,33 +156,17 @@ def long_tail(options: Any) -> Result:
     """Measures all ways."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
+    by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}
     rows = []
-    by_way = {
-        name: list(group)
-        for name, group in itertools.groupby(
-            sorted(records, key=lambda record: record["way"]), key=lambda record: record["way"]
-        )
-    }
-    for name, measured in by_way.items():
-        peaks = [record["peak"] / LONGEST for record in measured]
-        note = f"holds {np.median(peaks):.2f} longest documents at most"
+    for name, steps in by_way.items():
+        held = float(np.median([step["peak"] / LONGEST for step in steps]))
         if name == SLICED:
-            rows.append(
-                Row(what=f"{name}: memory", value=float(np.median(peaks)), unit="longest documents")
-            )
+            rows.append(Row(what=f"{name}: memory", value=held, unit="longest documents"))
             continue
-        pairs = zip(measured, by_way[SLICED], strict=True)
-        ratios = [record["s"] / sliced["s"] for record, sliced in pairs]
-        rows.append(
-            Row(
-                what=f"tokens/s of slices over {name}",
-                value=float(np.median(ratios)),
-                goal=GOALS.get(name),
-                least=True,
-                samples=ratios,
-                note=note,
-            )
-        )
+        speeds = ratios([step["s"] for step in steps], [step["s"] for step in by_way[SLICED]])
+        title = f"tokens/s of slices over {name}"
+        note = f"holds {held:.2f} longest documents at most"
+        rows.append(measured(title, speeds, goal=GOALS.get(name), least=True, note=note))
     return Result(rows=rows, facts={"records": records})
 
 

@@ -12,8 +12,11 @@ the feature take turns in one job. Exits with status 1 if a goal is missed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -21,100 +24,96 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpt_turns  # noqa: E402
 from harness.report import Result, Row, measure, measured, parser_of  # noqa: E402
 
-DETAILS = {
-    "layers": "times of layers",
-    "collectives": "times of collectives",
-    "evidence": "counters of the machine",
-}
-PARTS = ("trace", *DETAILS, "watch", "checkpoint", "copies")
-MOST = {
-    "traced": 0.01,
-    "layers": 0.03,
-    "collectives": 0.03,
-    "evidence": 0.005,
-    "watched": 0.01,
-    "saving": 0.03,
-    "copying": 0.05,
-}
-"""Largest addition to a step, as a share of the step without the feature."""
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A feature whose cost is measured.
+
+    Attributes:
+        kind: Kind of steps of :mod:`gpt_turns`.
+        title: Name in the rows.
+        most: Largest addition to a step, as a share of the step without the feature; ``None`` if it
+            is only reported.
+        rounds: Number of rounds, in the short form and otherwise.
+        unit: ``s`` if the limit is one of elapsed time, ``cpu_s`` for processor time.
+    """
+
+    kind: str
+    title: str
+    most: float | None
+    rounds: tuple[int, int]
+    unit: str = "s"
 
 
+def _detail(kind: str, title: str, most: float) -> Feature:
+    return Feature(kind=kind, title=title, most=most, rounds=(4, 24), unit="cpu_s")
+
+
+FEATURES = {
+    "trace": [Feature(kind="traced", title="trace", most=0.01, rounds=(40, 240))],
+    "layers": [_detail("layers", "times of layers", 0.03)],
+    "collectives": [_detail("collectives", "times of collectives", 0.03)],
+    "evidence": [_detail("evidence", "counters of the machine", 0.005)],
+    "watch": [Feature(kind="watched", title="watch for hangs", most=0.01, rounds=(3, 12))],
+    "checkpoint": [
+        Feature(kind="saving", title="a checkpoint every ten steps", most=0.03, rounds=(6, 24))
+    ],
+    "copies": [
+        Feature(
+            kind="copying tenth",
+            title="copies in memory, one step in ten",
+            most=0.05,
+            rounds=(3, 8),
+        ),
+        Feature(
+            kind="copying each", title="copies in memory, every step", most=None, rounds=(3, 8)
+        ),
+    ],
+}
 MOST_BYTES = 3000
 """Largest addition to the trace of a rank in a step with more detail, in bytes."""
+UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
-def of_kind(kind: str, title: str, rounds: int) -> Result:
-    """Returns the rows of a kind of :mod:`gpt_turns`.
+def costs(features: Sequence[Feature], quick: bool) -> Result:
+    """Returns the rows of some features."""
+    total = Result()
+    for feature in features:
+        result = gpt_turns.measure(feature.kind, feature.rounds[0 if quick else 1])
+        rows = [
+            measured(
+                f"{feature.title}: {text}",
+                gpt_turns.costs(result, unit),
+                goal=feature.most if unit == feature.unit else None,
+                note=note_of(feature, result),
+            )
+            for unit, text in UNITS.items()
+        ]
+        if "marker_bytes" in result:
+            title = f"{feature.title}: bytes per rank and step"
+            rows.append(Row(what=title, value=result["marker_bytes"], goal=MOST_BYTES))
+        total.add(Result(rows=rows, facts={feature.kind: result}))
+    return total
 
-    Args:
-        kind: Kind of steps.
-        title: Name of the feature in the rows.
-        rounds: Number of rounds.
-    """
-    result = gpt_turns.measure(kind, rounds)
-    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS[kind]} processes"
+
+def note_of(feature: Feature, result: dict[str, Any]) -> str:
+    """Returns what was measured, for the note of a row."""
+    ranks = gpt_turns.RANKS.get(feature.kind, 2)
+    note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:
-        note = f"{result['spans']:.0f} spans in {note}"
+        return f"{result['spans']:.0f} spans in {note}"
     if "size_bytes" in result:
-        note = f"{result['size_bytes'] / 1e6:.1f} MB, {note}"
-    rows = [
-        measured(
-            f"{title}: longer steps", gpt_turns.costs(result, kind), goal=MOST[kind], note=note
-        ),
-        measured(f"{title}: more processor time", gpt_turns.costs(result, kind, "cpu_s")),
-    ]
-    return Result(rows=rows, facts={kind: result})
-
-
-def of_detail(kind: str, rounds: int) -> Result:
-    """Returns the rows of a kind of detail of traces; its goal is one of processor time."""
-    result = gpt_turns.measure(kind, rounds)
-    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS[kind]} processes"
-    rows = [
-        measured(
-            f"{DETAILS[kind]}: more processor time",
-            gpt_turns.costs(result, kind, "cpu_s"),
-            goal=MOST[kind],
-            note=note,
-        ),
-        measured(f"{DETAILS[kind]}: longer steps", gpt_turns.costs(result, kind)),
-        Row(
-            what=f"{DETAILS[kind]}: bytes per rank and step",
-            value=result["marker_bytes"],
-            goal=MOST_BYTES,
-        ),
-    ]
-    return Result(rows=rows, facts={kind: result})
-
-
-def of_copies(rounds: int) -> Result:
-    """Returns the rows of copies in memory."""
-    result = gpt_turns.measure("copying", rounds)
-    rows = []
-    for name, text in (("tenth", "one step in ten"), ("each", "every step")):
-        title = f"copies in memory, {text}"
-        goal = MOST["copying"] if name == "tenth" else None
-        elapsed, processor = (
-            gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s")
-        )
-        rows.append(measured(f"{title}: longer steps", elapsed, goal=goal, note=result["notice"]))
-        rows.append(measured(f"{title}: more processor time", processor))
-    return Result(rows=rows, facts={"copies": result})
+        return f"{result['size_bytes'] / 1e6:.1f} MB, {note}"
+    return f"{result['notice']}; {note}" if "notice" in result else note
 
 
 def main() -> int:
     """Measures and prints; returns 1 if a goal is missed."""
-    options = parser_of(__doc__, PARTS, "fewer rounds").parse_args()
-    quick = options.quick
-    saving = "a checkpoint every ten steps"
-    parts = {
-        "trace": partial(of_kind, "traced", "trace", 40 if quick else 240),
-        **{kind: partial(of_detail, kind, 4 if quick else 24) for kind in DETAILS},
-        "watch": partial(of_kind, "watched", "watch for hangs", 3 if quick else 12),
-        "checkpoint": partial(of_kind, "saving", saving, 6 if quick else 24),
-        "copies": partial(of_copies, 3 if quick else 8),
-    }
-    return measure(parts, options)
+    options = parser_of(__doc__, tuple(FEATURES), "fewer rounds").parse_args()
+    return measure(
+        {name: partial(costs, features, options.quick) for name, features in FEATURES.items()},
+        options,
+    )
 
 
 if __name__ == "__main__":

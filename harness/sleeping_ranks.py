@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import (
@@ -31,7 +30,6 @@ WIDTH = 16
 DTYPE = torch.float64
 _TIMEOUT_S = 60.0
 _PR_SET_TIMERSLACK = 29
-_FORWARD, _BACKWARD, _WEIGHT = range(3)
 
 
 def sharpen_timers() -> bool:
@@ -98,62 +96,6 @@ class IdleStages:
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Does nothing."""
-
-
-class SleepingStages(IdleStages):
-    """Chunks that sleep as long as was drawn for each action of a step.
-
-    Args:
-        work: Durations of the step.
-        placement: Placement of the stages.
-        rank: Position of this rank in the pipeline.
-        sleeper: Sleeper of this rank.
-        split: Whether backwards by weights are actions of their own.
-
-    Attributes:
-        stages: Stages of this rank, by chunk.
-        actions: Number of actions that ran.
-    """
-
-    def __init__(
-        self, work: Workload, placement: Placement, rank: int, sleeper: Sleeper, *, split: bool
-    ) -> None:
-        self.stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        self.actions = 0
-        self._seconds = work.durations_ps / PS_PER_S
-        self._sleeper = sleeper
-        self._split = split
-
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleeps F."""
-        self._spend(self._seconds[_FORWARD, self.stages[chunk], microbatch])
-        return _stamped()
-
-    def backward(
-        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Sleeps B, and W with it unless W is an action of its own."""
-        stage = self.stages[chunk]
-        seconds = self._seconds[_BACKWARD, stage, microbatch]
-        if not self._split:
-            seconds += self._seconds[_WEIGHT, stage, microbatch]
-        self._spend(seconds)
-        return _stamped() if stage else None
-
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps one of the equal parts of W."""
-        self._spend(self._seconds[_WEIGHT, self.stages[chunk], microbatch] / pieces)
-
-    def _spend(self, seconds: float) -> None:
-        self.actions += 1
-        self._sleeper.until(time.monotonic() + float(seconds))
-
-
-def _stamped() -> torch.Tensor:
-    """Returns a message whose third element is the moment of its sending."""
-    message = torch.zeros(WIDTH, dtype=DTYPE)
-    message[2] = time.monotonic()
-    return message
 
 
 class Channels:

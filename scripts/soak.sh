@@ -28,6 +28,9 @@ causes         120   tests.soak.causes
 noise           90   tests.soak.noisy_jobs
 kills           90   tests.soak.killed_ranks
 messages        60   tests.soak.message_stream
+monitor         30   tests.soak.monitor
+tried           60   tests.soak.tried_ranks
+tokens          60   tests.soak.tokens
 rdma            60   tests.labs.rdma_speed
 slurm           60   tests.soak.slurm_jobs
 '

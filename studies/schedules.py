@@ -5,7 +5,8 @@
 
 Parts: ``study``, simulated orders over many pipelines; ``experts``, actions beside others that
 trade tokens, and decisions of groups; ``lengths``, the trainer with documents of different lengths
-and with a slow replica, microbatches dealt or in turns; ``traces``, recorded jobs of a folder
+and with a slow replica, microbatches dealt or in turns; ``content``, fixed orders beside orders and
+dealing by cost, with 0 to 8 images per microbatch; ``traces``, recorded jobs of a folder
 (tables or traces), their microbatches' times under other schedules and dealt over replicas, over
 1F1B. Exits with status 1 if a limit is missed.
 """
@@ -37,6 +38,13 @@ def trading(options: argparse.Namespace) -> Result:
     """Part ``experts``."""
     # Parts between exchanges are short: sleeps must not be late by much of them.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
+
+
+def content(options: argparse.Namespace) -> Result:
+    """Part ``content``."""
+    from studies import unequal_content  # prepares torch for a machine without CUDA
+
+    return unequal_content.measure(quick=options.quick)
 
 
 def traces(options: argparse.Namespace) -> Result:
@@ -86,6 +94,7 @@ PARTS = {
     "study": study,
     "experts": trading,
     "lengths": lambda options: dealing(quick=options.quick),
+    "content": content,
     "traces": traces,
 }
 

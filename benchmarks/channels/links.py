@@ -1,35 +1,13 @@
-"""Links between two processes over gloo and MPI, with the interface that all links have.
-
-``harness.transport_link`` has those of this project's transports.
-"""
+"""Links between two processes over gloo and MPI; see ``Link`` of ``harness.link_times``."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 WINDOW = 4
 """Number of messages that gloo or MPI has under way; larger numbers made neither faster."""
-
-
-class Link(Protocol):
-    """A way of messages between two processes, in both directions."""
-
-    def expect(self, nbytes: int, count: int) -> None:
-        """Announces the messages that will be received."""
-
-    def send(self, payload: Any) -> None:
-        """Starts sending; may wait for older messages."""
-
-    def settle(self) -> None:
-        """Waits until the memory of all sent payloads may be reused."""
-
-    def receive(self) -> Any:
-        """Waits for the next message; its memory is valid until the next call."""
-
-    def close(self) -> None:
-        """Ends the link; collective."""
 
 
 class Posted:
@@ -59,7 +37,7 @@ class Posted:
         self._nbytes = self._left = self._next = 0
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Posts buffers for the first messages; see :class:`Link`."""
+        """Posts buffers for the first messages; see ``Link``."""
         assert not self._receives
         if nbytes not in self._buffers:
             # One more than are posted, because the caller holds one.
@@ -69,18 +47,18 @@ class Posted:
             self._post()
 
     def send(self, payload: Any) -> None:
-        """Starts sending; see :class:`Link`."""
+        """Starts sending; see ``Link``."""
         while len(self._sends) >= WINDOW:
             self._wait(self._sends.popleft())
         self._sends.append(self._start_send(payload))
 
     def settle(self) -> None:
-        """Waits for all sends; see :class:`Link`."""
+        """Waits for all sends; see ``Link``."""
         while self._sends:
             self._wait(self._sends.popleft())
 
     def receive(self) -> Any:
-        """Waits for the next message; see :class:`Link`."""
+        """Waits for the next message; see ``Link``."""
         request, buffer = self._receives.popleft()
         self._wait(request)
         self._post()

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.link_times import Link, half_round_trip_s, stream_s
+
 from .copies import Copies
-from .links import Link, open_gloo, open_mpi
+from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
 """Memory of all payloads of a size, more than the caches hold."""
@@ -60,27 +62,36 @@ class Process:
         Args:
             open_links: Function that opens the links for messages of a size.
         """
+        sends = not self._rank
         for nbytes in self._plan["sizes"]:
             links = open_links(nbytes)
             count = max(2, POOL_BYTES // nbytes)
             sources = [self._make_buffer(nbytes) for _ in range(count)]
-            targets = [self._make_buffer(nbytes) for _ in range(0 if self._rank else count)]
+            targets = [self._make_buffer(nbytes) for _ in range(count if sends else 0)]
+            messages = max(_LEAST_MESSAGES, count)
             for repetition in range(-1, self._plan["repetitions"]):
                 for name, link in links.items():
-                    self._keep(f"{name} {nbytes}", repetition, self._stream(link, sources))
-                for kind in COPIES if not self._rank else ():
+                    seconds = stream_s(link, sources, messages, token=self._token, sends=sends)
+                    self._keep(f"{name} {nbytes}", repetition, seconds)
+                for kind in COPIES if sends else ():
                     seconds = self._copy(kind, targets, sources)
                     self._keep(f"memcpy {kind} {nbytes}", repetition, seconds)
             self._close(links)
         links = open_links(PING_BYTES)
+        payload = self._make_buffer(PING_BYTES)
         for repetition in range(-1, self._plan["repetitions"]):
             for name, link in links.items():
-                self._keep(f"{name} ping", repetition, self._half_round_trip(name, link))
+                rounds = ROUNDS if name in ("shm", "mpi", "ucx") else ROUNDS // 10
+                seconds = half_round_trip_s(
+                    link, payload, rounds=rounds, warmups=WARMUPS, sends=sends
+                )
+                self._keep(f"{name} ping", repetition, seconds)
         self._close(links)
         return self.samples
 
-    def _keep(self, name: str, repetition: int, seconds: float) -> None:
-        if repetition >= 0:  # the repetition before touches memory and connects
+    def _keep(self, name: str, repetition: int, seconds: float | None) -> None:
+        # The repetition before the first touches memory and connects.
+        if repetition >= 0 and seconds is not None:
             self.samples[name].append(seconds)
 
     @staticmethod
@@ -99,45 +110,6 @@ class Process:
         for target, source in addresses:
             function(target, source, nbytes)
         return (time.perf_counter() - start_s) / len(addresses)
-
-    def _stream(self, link: Link, sources: Sequence[Any]) -> float:
-        """Returns the seconds per message of a one-way stream of payloads that are in no cache."""
-        messages = max(_LEAST_MESSAGES, len(sources))
-        if self._rank:
-            link.expect(sources[0].nbytes, messages)
-            link.send(self._token)
-            for _ in range(messages):
-                link.receive()
-            link.send(self._token)
-            link.settle()
-            return 0.0
-        link.expect(_TOKEN_BYTES, 2)
-        link.receive()
-        start_s = time.perf_counter()
-        for number in range(messages):
-            link.send(sources[number % len(sources)])
-        link.receive()
-        seconds = (time.perf_counter() - start_s) / messages
-        link.settle()
-        return seconds
-
-    def _half_round_trip(self, name: str, link: Link) -> float:
-        """Returns the seconds of a small message from one process to the other."""
-        rounds = ROUNDS if name in ("shm", "mpi", "ucx") else ROUNDS // 10
-        payload = self._make_buffer(PING_BYTES)
-        link.expect(PING_BYTES, WARMUPS + rounds)
-        start_s = 0.0
-        for number in range(WARMUPS + rounds):
-            if number == WARMUPS:
-                start_s = time.perf_counter()
-            if not self._rank:
-                link.send(payload)
-            link.receive()
-            if self._rank:
-                link.send(payload)
-        seconds = (time.perf_counter() - start_s) / rounds / 2
-        link.settle()
-        return seconds
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:

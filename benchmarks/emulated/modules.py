@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from harness.emulated_work import RankWork, WorkError, number_of
 from harness.sleeping_ranks import DTYPE, WIDTH
 
 from .competitors import Competitor
 from .scenarios import Draws
-from .work import RankWork, WorkError, number_of
 
 
 class EmulatedChunk(torch.nn.Module):

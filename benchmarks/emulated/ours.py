@@ -2,93 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
-
-from harness.sleeping_ranks import Channels, IdleStages
-from megatron.adaptive.engine.executor import RankTimes
+from harness.emulated_work import EmulatedStages, RankWork
+from harness.sleeping_ranks import Channels
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
-from megatron.adaptive.schedule.stage_placement import Placement
 
 from .competitors import Competitor
 from .scenarios import Draws
-from .work import RankWork
-
-
-class EmulatedStages(IdleStages):
-    """Chunks whose actions are those of the emulated work.
-
-    Args:
-        work: Work of this rank in the step.
-        placement: Placement of the stages.
-        rank: Position of this rank in the pipeline.
-        split: Whether backwards by weights are actions of their own.
-    """
-
-    def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
-        self._work = work
-        self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        self._split = split
-
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleeps for the time of F."""
-        return self._work.forward(self._stages[chunk], received, microbatch)
-
-    def backward(
-        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Sleeps for the time of B, and of W if it is not split off."""
-        stage = self._stages[chunk]
-        result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
-        return result if stage else None
-
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for one of the equal parts of W."""
-        self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
-
-
-class TimedStep(NamedTuple):
-    """Holds what was measured of a step.
-
-    Attributes:
-        seconds: Time of the step, the same on all ranks.
-        peak: Most activations that a rank held at once.
-        times: Times of this rank's actions.
-    """
-
-    seconds: float
-    peak: float
-    times: RankTimes
-
-
-def timed_step(
-    channels: Channels, work: RankWork, policy: Policy, state: RankState, unit: float = 1.0
-) -> TimedStep:
-    """Runs a step that begins on all ranks together. Collective.
-
-    Args:
-        channels: Executor and transport of this rank.
-        work: Work of this rank in the step.
-        policy: Policy of this rank.
-        state: State of this rank at the start of the step.
-        unit: Activations of a mean microbatch, in the unit of the result.
-    """
-    split = state.weight_pieces > 0
-    stages = EmulatedStages(work, state.placement, state.rank, split=split)
-    dist.barrier()
-    start_s = time.monotonic()
-    channels.executor.run(stages, policy, state)
-    dist.barrier()
-    seconds = time.monotonic() - start_s
-    times = channels.executor.finish_step()
-    work.check_complete()
-    peak = torch.tensor(state.peak_in_flight * unit)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return TimedStep(seconds, float(peak), times)
 
 
 class OurRunner:

@@ -21,12 +21,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from harness.emulated_work import RankWork
 from harness.sleeping_ranks import DTYPE, WIDTH
 
 from .competitors import Competitor
 from .modules import EmulatedChunk, PeerRunner
 from .scenarios import Draws
-from .work import RankWork
 
 
 class StepChunk(EmulatedChunk):

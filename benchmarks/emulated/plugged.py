@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from harness.emulated_work import RankWork, number_of
 from harness.sleeping_ranks import DTYPE, WIDTH
 from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
 from megatron.adaptive.engine.weight_gradient import LayerCall, defer
@@ -26,7 +27,6 @@ from megatron.adaptive.plugin.settings import Settings
 from .competitors import Competitor
 from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
-from .work import RankWork, number_of
 
 _PARTS = 2
 """Number of calls of a chunk; a rule may cut a weight gradient between two of them."""

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
+from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 HALVES = 2
 """Number of half-stages per rank."""
@@ -139,8 +138,3 @@ class Draws:
         if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0
         return self.scenario.link_delay * HALVES * self.times.forward_s
-
-
-def seconds_of(work: Workload) -> dict[ActionKind, list[list[float]]]:
-    """Returns the seconds of all actions, ``[kind][stage][microbatch]``."""
-    return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))

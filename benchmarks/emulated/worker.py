@@ -22,16 +22,16 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.emulated.competitors import COMPETITORS, Competitor  # noqa: E402
 from benchmarks.emulated.ours import OurRunner  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
-from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
 from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
-from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
-from benchmarks.emulated.work import RankWork  # noqa: E402
+from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times  # noqa: E402
+from benchmarks.torch_schedules import EmulatedTorchRunner  # noqa: E402
+from harness.emulated_work import RankWork, seconds_of  # noqa: E402
 from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
 """Seconds from the agreement on a start to the start, enough for all ranks to receive it."""
-Runner = MegatronRunner | TorchRunner | PluggedRunner | OurRunner
+Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
 """One competitor on one rank; ``run`` is timed, ``prepare`` and ``finish`` are not."""
 
 
@@ -88,7 +88,7 @@ class Rank:
         if competitor.engine == "megatron":
             return MegatronRunner(competitor, self._rank, self._num_ranks)
         if competitor.engine == "torch":
-            return TorchRunner(competitor, self._rank, self._num_ranks)
+            return EmulatedTorchRunner(competitor, self._rank, self._num_ranks)
         if competitor.engine == "plug-in":
             return PluggedRunner(competitor, self._rank, self._num_ranks)
         placement = competitor.placement(self._num_ranks)

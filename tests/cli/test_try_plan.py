@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -9,14 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from harness.processes import children_of
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
-from ..multiprocess.launch import ROOT, environment, forking_every
+from ..multiprocess.launch import ROOT, environment, forking_every, meeting, rank_variables
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
@@ -65,33 +64,36 @@ def tried(
     return entry
 
 
-def peaks_of_job(path: Path, model: str) -> dict[int, int]:
+def peaks_of_job(path: Path, model: str) -> list[int]:
     """Trains with a plan, and returns the peak of each rank's resident memory, as Linux counts it.
 
-    The ranks are not forked from another process, whose pages would count.
+    The ranks are not forked from another process, whose pages would count, and have no launcher,
+    whose imports would take as long as those of a rank.
     """
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0 --lr 1e-4"
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py --plan"
-    job = subprocess.Popen(
-        [sys.executable, *command.split(), str(path), *model.split(), *flags.split()],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-    )
-    peaks: dict[int, int] = {}
+    command = [sys.executable, "pretrain_gpt.py", "--plan", str(path), *model.split()]
+    store = meeting()
+    common = environment(**rank_variables(2, LIMIT_S, store.port))
+    ranks = [
+        subprocess.Popen(
+            [*command, *flags.split()],
+            cwd=ROOT,
+            env={**common, **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    peaks = [0, 0]
     end_s = time.monotonic() + LIMIT_S
-    while job.poll() is None and time.monotonic() < end_s:
-        for pid in children_of(job.pid):
-            try:
-                rank = int(psutil.Process(pid).environ()["RANK"])
-                status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-                peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-            except (psutil.Error, OSError, KeyError, IndexError):
-                continue  # the process starts or ends
-            peaks[rank] = max(peaks.get(rank, 0), peak)
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end_s:
+        for number, rank in enumerate(ranks):
+            with contextlib.suppress(OSError, IndexError):  # the rank has ended
+                status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
+                peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         time.sleep(0.05)
-    job.kill()
-    assert job.wait() == 0
+    for rank in ranks:
+        rank.kill()
+    assert [rank.wait() for rank in ranks] == [0, 0]
     return peaks
 
 

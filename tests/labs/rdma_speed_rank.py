@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from harness.link_times import half_round_trip_s, stream_s  # noqa: E402
 from harness.transport_link import LIMIT_S, TransportLink  # noqa: E402
 from tests.labs.rdma_lab import perftest  # noqa: E402
 
@@ -52,33 +52,6 @@ class Link(TransportLink):
 
     def __init__(self, rank: int, nbytes: int) -> None:
         super().__init__("rdma", rank, **options_for(nbytes, rank))
-
-    def stream_s(self, payload: torch.Tensor, messages: int, *, sends: bool) -> float | None:
-        """Returns the seconds per message of a one-way stream, on the node that sends."""
-        token = torch.zeros(8, dtype=torch.uint8)
-        if not sends:
-            self.send(token)
-            for _ in range(messages):
-                self.receive()
-            self.send(token)
-            return None
-        self.receive()
-        start_s = time.perf_counter()
-        for _ in range(messages):
-            self.send(payload)
-        self.receive()
-        return (time.perf_counter() - start_s) / messages
-
-    def half_round_trip_s(self, payload: torch.Tensor, rounds: int, *, sends: bool) -> float:
-        """Returns the mean seconds of a message from one node to the other."""
-        first, second = (lambda: self.send(payload)), self.receive
-        if not sends:
-            first, second = second, first  # type: ignore[assignment]
-        start_s = time.perf_counter()
-        for _ in range(rounds):
-            first()
-            second()
-        return (time.perf_counter() - start_s) / rounds / 2
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
@@ -120,6 +93,7 @@ def main() -> None:
     links = {nbytes: Link(rank, nbytes) for nbytes in SIZES}
     payloads = {nbytes: torch.ones(nbytes, dtype=torch.uint8) for nbytes in SIZES}
     ping = torch.ones(LATENCY_BYTES, dtype=torch.uint8)
+    token = torch.zeros(8, dtype=torch.uint8)
     sends = rank == 1
     samples: dict[str, list[float]] = defaultdict(list)
 
@@ -132,7 +106,7 @@ def main() -> None:
             rate = perftest.bandwidth(nbytes, total_bytes=_TOTAL_BYTES)
             keep(f"perftest {nbytes}", nbytes / rate, repetition)
             messages = max(8, _TOTAL_BYTES // nbytes)
-            seconds = link.stream_s(payloads[nbytes], messages, sends=sends)
+            seconds = stream_s(link, [payloads[nbytes]], messages, token=token, sends=sends)
             keep(f"rdma {nbytes}", seconds, repetition)
         median_us, mean_us = perftest.latencies(LATENCY_BYTES, count=_ROUNDS)
         keep("perftest median", 1e-6 * median_us, repetition)
@@ -141,8 +115,8 @@ def main() -> None:
             port = _PORT + 10 * (repetition + 1)
             keep("channel median", from_cpp(program, port, rank)[0], repetition)
         link = links[SIZES[0]]
-        link.half_round_trip_s(ping, _WARMUPS, sends=sends)
-        keep("latency", link.half_round_trip_s(ping, _ROUNDS, sends=sends), repetition)
+        seconds = half_round_trip_s(link, ping, rounds=_ROUNDS, warmups=_WARMUPS, sends=sends)
+        keep("latency", seconds, repetition)
     if sends:
         result = share / "samples.json"
         draft = result.with_suffix(".new")

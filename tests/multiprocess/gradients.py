@@ -2,7 +2,7 @@
 
 Two programs that compute the same numbers in different orders differ by rounding, by how much
 depends on the processor. A test that compares them therefore measures it: one process trains the
-same model twice, the second time with every sum taken in another order (:class:`OtherSums`). What
+same model twice, the second time with every sum taken in another order (:func:`other_sums`). What
 must be found nevertheless is an error that is planted into one process (:func:`plant`).
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.train_step import counted_parameters
@@ -77,41 +76,70 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
     return names
 
 
-class OtherSums(TorchDispatchMode):
-    """Takes the sums of matrix products in another order: the second half of the terms first."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func is torch.ops.aten.mm.default:
-            return _in_halves(func, *args)
-        if func is torch.ops.aten.bmm.default:
-            return _in_halves(func, *args)
-        if func is torch.ops.aten.addmm.default and not options:
-            bias, left, right = args
-            return bias + _in_halves(torch.ops.aten.mm.default, left, right)
-        if func is torch.ops.aten.baddbmm.default:
-            bias, left, right = args
-            product = _in_halves(torch.ops.aten.bmm.default, left, right)
-            beta, alpha = options.get("beta", 1), options.get("alpha", 1)
-            return alpha * product if beta == 0 else beta * bias + alpha * product
-        return func(*args, **options)
-
-
 def _in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    half = left.shape[-1] // 2
+    """Returns a product of matrices as the sum of two: the second half of the terms first.
+
+    Args:
+        product: Form of the operator that writes to ``out``, which :func:`other_sums` leaves alone.
+        left: Left matrix or matrices.
+        right: Right matrix or matrices.
+    """
+
+    def part(first: int, last: int) -> torch.Tensor:
+        result = left.new_empty(*left.shape[:-1], right.shape[-1])
+        product(left[..., first:last], right[..., first:last, :], out=result)
+        return result
+
+    terms = left.shape[-1]
+    half = terms // 2
     if half == 0:
-        return product(left, right)
-    late = product(left[..., half:], right[..., half:, :])
-    return late + product(left[..., :half], right[..., :half, :])
+        return part(0, terms)
+    late = part(half, terms)
+    return late + part(0, half)
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _in_halves(torch.ops.aten.mm.out, left, right)
+
+
+def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _in_halves(torch.ops.aten.bmm.out, left, right)
+
+
+def _addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    if (beta, alpha) == (1, 1):
+        return bias + _mm(left, right)
+    result = left.new_empty(left.shape[0], right.shape[1])
+    torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=result)
+    return result
+
+
+def _baddbmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    product = _bmm(left, right)
+    return alpha * product if beta == 0 else beta * bias + alpha * product
 
 
 @contextlib.contextmanager
 def other_sums(variant: str) -> Iterator[None]:
-    """Runs its body with sums in another order if the variant of a case asks for that."""
-    with OtherSums() if variant == OTHER_SUMS else contextlib.nullcontext():
+    """Runs its body with sums in another order if the variant of a case asks for that.
+
+    Only the operators that multiply matrices are replaced. A ``TorchDispatchMode`` would see every
+    operator, and training would take more than twice as long.
+    """
+    if variant != OTHER_SUMS:
         yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for function in (_mm, _bmm, _addmm, _baddbmm):
+        library.impl(function.__name__.removeprefix("_"), function, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def plant(run: Run, variant: str) -> None:

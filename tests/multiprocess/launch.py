@@ -305,12 +305,12 @@ class Ranks:
         server: Forkserver | None = None,
     ) -> None:
         log.write_text("")
-        self.server, self._store = server or forkserver(python_path), _meeting()
+        self.server, self._store = server or forkserver(python_path), meeting()
         self.keys: list[str] = []
-        common = _rank_variables(world_size, limit_s, self._store.port, python_path)
+        common = rank_variables(world_size, limit_s, self._store.port, python_path)
         for rank in range(world_size):
-            rank_variables = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            whole_environment = environment(**common, **rank_variables, **(variables or {}))
+            numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            whole_environment = environment(**common, **numbers, **(variables or {}))
             self.keys.append(
                 self.server.start(command, output=log, error=log, variables=whole_environment)
             )
@@ -332,14 +332,17 @@ class Ranks:
         self.server.kill(self.keys)
 
 
-def _meeting() -> Any:
+def meeting() -> Any:
+    """Returns a store in which ranks meet, as in that of their launcher under torchrun."""
     import torch.distributed as dist
 
-    # Ranks meet in a store of their launcher, as under torchrun.
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _rank_variables(world_size: int, limit_s: float, port: int, python_path: str) -> dict[str, str]:
+def rank_variables(
+    world_size: int, limit_s: float, port: int, python_path: str = str(ROOT)
+) -> dict[str, str]:
+    """Returns what ``torchrun`` adds to the environment of all ranks alike."""
     return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),
@@ -515,8 +518,10 @@ class CaseRuns:
         """Returns the result of a case of a world size; AssertionError if it did not end."""
         if size not in self.folders:
             self._train(size)
-        assert name in self._results[size], f"{name}: no result. {self._errors.get(size)}"
-        result: dict[str, Any] = self._results[size][name]
+        results = self._results.get(size, {})
+        reason = self._errors.get(size, "The job was interrupted, as by a time limit of a test.")
+        assert name in results, f"{name}: no result. {reason}"
+        result: dict[str, Any] = results[name]
         return result
 
     def _train(self, size: int) -> None:

@@ -21,7 +21,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from harness.sleeping_ranks import Channels, Sleeper, SleepingStages, sharpen_timers  # noqa: E402
+from harness.emulated_work import EmulatedStages, RankWork, seconds_of  # noqa: E402
+from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.catalog import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.microbatch_assignment import deal  # noqa: E402
 from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
@@ -34,11 +35,11 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, draw_step  # noqa
 LAYERS = 4
 
 
-class Stages(SleepingStages):
+class Stages(EmulatedStages):
     """Chunks that sleep; the first stage reads its data within its forward.
 
     Args:
-        work: Durations of the step.
+        work: Work of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         sleeper: Sleeper of this rank.
@@ -52,7 +53,7 @@ class Stages(SleepingStages):
 
     def __init__(
         self,
-        work: Workload,
+        work: RankWork,
         placement: Placement,
         rank: int,
         sleeper: Sleeper,
@@ -61,7 +62,8 @@ class Stages(SleepingStages):
         read_s: list[float],
         recorder: Recorder,
     ) -> None:
-        super().__init__(work, placement, rank, sleeper, split=split)
+        super().__init__(work, placement, rank, split=split)
+        self._sleeper = sleeper
         self._read_s = read_s
         self._recorder = recorder
         self.worked_s: list[tuple[float, float]] = []
@@ -69,7 +71,7 @@ class Stages(SleepingStages):
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Reads data and sleeps for the time of F."""
         start_ns = time.monotonic_ns()
-        if self.stages[chunk] == 0:
+        if self._stages[chunk] == 0:
             self._sleeper.until(start_ns / 1e9 + self._read_s[microbatch])
             end_ns = time.monotonic_ns()
             row = (KINDS.index("data"), -1, microbatch, 0, start_ns, end_ns, 0, 0, 0, -1, -1, 0)
@@ -151,8 +153,9 @@ class Rank:
                 if fault.kind == "slow-link" and fault.to == self._rank and fault.holds(iteration)
             }
         )
+        work = RankWork(self._placement, self.position, seconds_of(drawn), self._sleeper)
         stages = Stages(
-            drawn,
+            work,
             self._placement,
             self.position,
             self._sleeper,
@@ -178,8 +181,7 @@ class Rank:
             times = (start_ns, time.monotonic_ns())
             self._recorder.extend([(KINDS.index(kind), -1, -1, 0, *times, 0, 0, 0, -1, -1, 0)])
         self._recorder.end_iteration()
-        if stages.actions != state.num_actions:
-            raise RuntimeError(f"{stages.actions} actions ran instead of {state.num_actions}")
+        work.check_complete()
         return stages.worked_s
 
 

@@ -1,6 +1,7 @@
 """Work of one rank's stages in one step: they sleep as long as drawn, and check their inputs.
 
-All runtimes call this, so that their work is the same. Messages are ``[16] float64``:
+All runtimes call :class:`RankWork`, so that their work is the same. :class:`EmulatedRank` runs it
+under schedules of this project, over real channels. Messages are ``[16] float64``:
 
 ::
 
@@ -17,11 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from harness.sleeping_ranks import DTYPE, WIDTH, Sleeper
+from harness.sleeping_ranks import DTYPE, WIDTH, Channels, IdleStages, Sleeper, sharpen_timers
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.catalog import Candidate
+from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
+Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
+"""Seconds of all actions, ``[kind][stage][microbatch]``, or of each slice of the microbatches."""
 _AT_ONCE_S = 0.001
 
 
@@ -32,6 +40,11 @@ class WorkError(Exception):
 def number_of(tensor: torch.Tensor) -> int:
     """Returns the number of the microbatch of a message."""
     return int(tensor.detach().numpy().item(0))
+
+
+def seconds_of(work: Workload) -> Seconds:
+    """Returns the seconds of all actions of a drawn step."""
+    return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
 class Span(NamedTuple):
@@ -67,7 +80,7 @@ class RankWork:
         self,
         placement: Placement,
         rank: int,
-        seconds: Mapping[ActionKind, Sequence[Sequence[float]]],
+        seconds: Seconds,
         sleeper: Sleeper,
         delay_s: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -228,3 +241,123 @@ class RankWork:
     def _stamped(output: torch.Tensor) -> torch.Tensor:
         output.view(-1).numpy()[2] = time.monotonic()
         return output
+
+
+class EmulatedStages(IdleStages):
+    """Chunks whose actions are those of the emulated work.
+
+    Args:
+        work: Work of this rank in the step.
+        placement: Placement of the stages.
+        rank: Position of this rank in the pipeline.
+        split: Whether backwards by weights are actions of their own.
+    """
+
+    def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
+        self._work = work
+        self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        self._split = split
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Sleeps for the time of F."""
+        return self._work.forward(self._stages[chunk], received, microbatch)
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Sleeps for the time of B, and of W if it is not split off."""
+        stage = self._stages[chunk]
+        result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
+        return result if stage else None
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Sleeps for one of the equal parts of W."""
+        self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
+
+
+class EmulatedStep(NamedTuple):
+    """Holds what was measured of a step.
+
+    Attributes:
+        seconds: Time of the step, the same on all ranks.
+        peak: Most activations that a rank held at once.
+        times: Times of this rank's actions.
+    """
+
+    seconds: float
+    peak: float
+    times: RankTimes
+
+
+class EmulatedRank:
+    """One rank that runs steps of several schedules, over channels of each placement.
+
+    Args:
+        position: Position of this rank in the pipeline; replicas of a position are neighbours.
+        replica: Number of this rank's pipeline.
+        replicas: Number of pipelines.
+    """
+
+    def __init__(self, position: int, *, replica: int = 0, replicas: int = 1) -> None:
+        sharpen_timers()
+        self._position = position
+        self._replica = replica
+        self._replicas = replicas
+        self._sleeper = Sleeper()
+        self._channels: dict[Placement, Channels] = {}
+
+    def step(
+        self,
+        candidate: Candidate,
+        seconds: Seconds,
+        num_microbatches: int,
+        *,
+        num_slices: int | tuple[int, ...] | None = None,
+        sizes: Sequence[float] | None = None,
+        unit: float = 1.0,
+    ) -> EmulatedStep:
+        """Runs a step that begins on all ranks together. Collective.
+
+        Args:
+            candidate: Schedule and its settings.
+            seconds: Seconds of all actions.
+            num_microbatches: Number of microbatches.
+            num_slices: Number of slices of each microbatch; ``None`` for that of the candidate.
+            sizes: Activations of each item, relative to the mean; ``None`` if all are equal.
+            unit: Activations of a mean microbatch, in the unit of the result.
+        """
+        placement = candidate.placement
+        if placement not in self._channels:
+            self._channels[placement] = Channels(
+                placement, self._position, replica=self._replica, replicas=self._replicas
+            )
+        slices = candidate.num_slices if num_slices is None else num_slices
+        policy = candidate.policies(num_microbatches, slices)[self._position]
+        state = RankState(
+            placement=placement,
+            rank=self._position,
+            num_microbatches=num_microbatches,
+            cap=candidate.cap,
+            sizes=sizes,
+            weight_pieces=candidate.weight_pieces,
+            num_slices=slices,
+        )
+        work = RankWork(placement, self._position, seconds, self._sleeper)
+        split = candidate.weight_pieces > 0
+        stages = EmulatedStages(work, placement, self._position, split=split)
+        executor = self._channels[placement].executor
+        dist.barrier()
+        start_s = time.monotonic()
+        executor.run(stages, policy, state)
+        dist.barrier()
+        elapsed_s = time.monotonic() - start_s
+        times = executor.finish_step()
+        work.check_complete()
+        peak = torch.tensor(state.peak_in_flight * unit)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return EmulatedStep(elapsed_s, float(peak), times)
+
+    def close(self) -> None:
+        """Closes the channels; collective."""
+        for channels in self._channels.values():
+            channels.close()

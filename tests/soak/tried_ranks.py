@@ -1,6 +1,6 @@
 """Measures how far `plan --try` is from the job that it tries: memory of each rank, and the step.
 
-    python benchmarks/tried_ranks.py [--quick] [--vocab-size N ...] [--json FILE]
+    python -m tests.soak.tried_ranks [--quick] [--vocab-size N ...] [--json FILE]
 
 For each vocabulary a job of two pipeline ranks trains by a plan. Then each of its ranks is tried
 alone. Rows are ratios of tried to real values. The last rank has the logits, whose size follows the
@@ -22,11 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from harness.processes import children_of, environment, kill_tree  # noqa: E402
-from harness.report import Result, Row, measure, measured, parser_of  # noqa: E402
+from harness.processes import children_of, environment, kill_tree
+from harness.report import ROOT, Result, Row, measure, measured, parser_of
 
 LIMIT_S = 600.0
 RANKS = 2

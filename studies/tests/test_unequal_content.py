@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.unequal_content import (
+from studies.unequal_content import (
     DECODER_LAYERS,
     ENCODER_LAYERS,
     FORWARD_S,

@@ -10,9 +10,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from benchmarks.emulated.competitors import COMPETITORS
 from benchmarks.emulated.modules import EmulatedChunk
-from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of
+from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times
 from benchmarks.emulated.table import goals, make_table, markdown, simulated_s, speedup
-from benchmarks.emulated.work import RankWork, WorkError
+from harness.emulated_work import RankWork, WorkError, seconds_of
 from harness.sleeping_ranks import DTYPE, WIDTH, DelayedQueue, Sleeper
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.stage_placement import Placement

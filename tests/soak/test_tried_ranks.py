@@ -1,4 +1,4 @@
-"""The benchmark of tried ranks sees each rank's memory, and says where a goal is missed."""
+"""The soak of tried ranks sees each rank's memory, and says where a goal is missed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks import tried_ranks
+from tests.soak import tried_ranks
 
 
 def test_a_rank_and_its_memory_are_found_by_its_process() -> None:

@@ -1,13 +1,18 @@
-"""The schedules of ``torch.distributed.pipelining``, unchanged, on megatron-core's GPT chunks.
+"""The schedules of ``torch.distributed.pipelining``, unchanged, on GPT chunks or emulated stages.
 
-The chunks, their wrapper for data parallelism, the loss and the work after the last backward are
+On GPT chunks the wrapper for data parallelism, the loss and the work after the last backward are
 those of this project's executor. Facts about torch's runtime (2.13) that explain its rows:
 
 * It splits a backward by autograd's graph: B asks for the gradients of the inputs, W starts again
   at the functions that take both inputs and weights. A linear layer of megatron-core is one such
   function and computes both of its gradients at each call. So a split backward computes both
-  products twice: five products with that of the forward instead of three. On the first stage B
-  does nothing and W is the whole backward.
+  products twice: five products with that of the forward instead of three.
+* On the first stage a split backward does nothing at B and everything at W. These schedules run the
+  two one after the other, so no time is lost.
+* Each split backward searches the stage's autograd graph for paths to weights. On a CPU this takes
+  some tenths of a millisecond; on a GPU the host would usually be ahead.
+* 1F1B waits for a send together with its receive. gloo ends a send when the peer asks for the
+  message, so a rank may wait for an action of a peer whose result it does not need.
 * A stage may split its backward itself, which the rows with "our W" do: in B the layers leave their
   weight gradients in this project's store, and W runs it. Order and messages are torch's.
 * Gradients of a W by the graph go to ``grad``, without the hook that adds them to ``main_grad``.
@@ -27,18 +32,83 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 
+from benchmarks.emulated.competitors import Competitor
+from benchmarks.emulated.modules import PeerRunner
+from benchmarks.emulated.scenarios import Draws
+from harness.emulated_work import RankWork
+from harness.sleeping_ranks import DTYPE, WIDTH
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.gpt.forward import LOSS_NAME, Microbatch, masked_loss
 from megatron.adaptive.gpt.setup import Run, payload_shape
 
-_SCHEDULES: dict[str, Any] = {
+SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
 }
+
+
+def make_schedule(
+    name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
+) -> Any:
+    """Returns one of torch's schedules on the stages of this rank."""
+    kind = SCHEDULES[name]
+    return kind(
+        stages[0] if kind is Schedule1F1B else stages,
+        n_microbatches=num_microbatches,
+        loss_fn=loss,
+        scale_grads=False,
+    )
+
+
+class EmulatedTorchRunner(PeerRunner):
+    """Runs one of torch's schedules on emulated stages; see ``PeerRunner``."""
+
+    def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
+        super().__init__(competitor, rank, num_ranks)
+        self._schedule_name = competitor.schedule
+        self._group = dist.new_group(list(range(num_ranks)), backend="gloo")
+        self._schedules: dict[int, Any] = {}
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._target: torch.Tensor | None = None
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        super().prepare(work, draws)
+        count = self.num_microbatches
+        if count not in self._schedules:
+            self._schedules[count] = self._make(count)
+        if any(chunk.is_first for chunk in self.chunks):
+            self._inputs = (torch.cat(self.inputs((1, WIDTH))),)
+        if any(chunk.is_last for chunk in self.chunks):
+            self._target = torch.zeros(count, 1)
+
+    def run(self) -> None:
+        """Runs the step."""
+        schedule = self._schedules[self.num_microbatches]
+        schedule.step(*self._inputs, target=self._target, return_outputs=False)
+
+    def _make(self, count: int) -> Any:
+        stages = [
+            PipelineStage(
+                chunk,
+                chunk.stage,
+                self.placement.num_stages,
+                torch.device("cpu"),
+                input_args=torch.zeros(1, WIDTH, dtype=DTYPE, requires_grad=not chunk.is_first),
+                output_args=torch.zeros(1, WIDTH, dtype=DTYPE, requires_grad=True),
+                group=self._group,
+            )
+            for chunk in self.chunks
+        ]
+        last = self.chunks[-1]
+        return make_schedule(
+            self._schedule_name, stages, count, lambda output, target: last.loss(output)
+        )
 
 
 class StageModule(torch.nn.Module):
@@ -104,8 +174,8 @@ class StoreStage(PipelineStage):
         return lambda: self._store.run(microbatch, 0, 1)
 
 
-class TorchRunner:
-    """Runs one of torch's schedules on the chunks of a run. All ranks make theirs at once.
+class GptTorchRunner:
+    """Runs one of torch's schedules on the GPT chunks of a run. All ranks make theirs at once.
 
     Args:
         run: Built model and its settings.
@@ -132,13 +202,7 @@ class TorchRunner:
         self._first = 0 in numbers
         self._last = run.placement.num_stages - 1 in numbers
         stages = [self._make_stage(chunk, stage) for chunk, stage in enumerate(numbers)]
-        kind = _SCHEDULES[schedule]
-        self._schedule = kind(
-            stages[0] if kind is Schedule1F1B else stages,
-            n_microbatches=num_microbatches,
-            loss_fn=self._loss,
-            scale_grads=False,
-        )
+        self._schedule = make_schedule(schedule, stages, num_microbatches, self._loss)
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
         """Runs the forwards and backwards of a step, up to complete gradients.

@@ -1,24 +1,19 @@
 """Compares schedules on a vision-language model whose microbatches have unequal numbers of images.
 
-    python benchmarks/unequal_content.py [--quick] [--json FILE]
-
-Processes exchange real messages and sleep as long as their work would take. The model has an
-encoder of images of 5 billion parameters and a language model of 32 billion. A microbatch has a
-text of 256 tokens and 0 to 8 images, whose number is drawn from a log-normal distribution. Every
-way runs the same steps: 1F1B and interleaved 1F1B, each with the partition that is best for its
-schedule in simulation, and the rule ``adaptive`` with the partition that ``Pipeline`` chooses. With
-the rule, microbatches run in the given order or in one by predicted cost. In the second part two
-replicas train. They take microbatches in turns, or are dealt microbatches by predicted cost. The
-predictions are fitted during the first steps. Exits with status 1 if a goal is missed.
+Part ``content`` of ``studies/schedules.py``. Processes exchange real messages and sleep as long as
+their work would take. The model has an encoder of images of 5 billion parameters and a language
+model of 32 billion. A microbatch has a text of 256 tokens and 0 to 8 images, whose number is drawn
+from a log-normal distribution. Every way runs the same steps: 1F1B and interleaved 1F1B, each with
+the partition that is best for its schedule in simulation, and the rule ``adaptive`` with the
+partition that ``Pipeline`` chooses. With the rule, microbatches run in the given order or in one by
+predicted cost. In the second part two replicas train. They take microbatches in turns, or are dealt
+microbatches by predicted cost. The predictions are fitted during the first steps.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,25 +21,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from megatron.adaptive import accelerator  # noqa: E402
+from megatron.adaptive import accelerator
 
 # Ranks are forked from a process that has imported this module, so they do not import it again.
 accelerator.install()
 with accelerator.quiet_imports():
     from megatron.adaptive.modules.content import ContentBalance, Declared, digest_of
+from harness.emulated_work import EmulatedRank  # noqa: E402
 from harness.processes import fork_ranks  # noqa: E402
-from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
+from harness.report import Result, Row, measured, ratios  # noqa: E402
 from megatron.adaptive.engine.process_context import gather  # noqa: E402
 from megatron.adaptive.modules.batch import Signature  # noqa: E402
 from megatron.adaptive.planner.job_shape import least_largest_of  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
-from megatron.adaptive.schedule.catalog import make_policies  # noqa: E402
+from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
-from megatron.adaptive.schedule.rank_state import RankState  # noqa: E402
 from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload  # noqa: E402
@@ -149,12 +140,12 @@ def stage_seconds(partition: tuple[int, ...], images: list[int]) -> Any:
     return np.add.reduceat(layers, starts, axis=0)
 
 
-def settings(way: Way, sizes: list[float]) -> dict[str, Any]:
-    """Returns the limit on activations of a rank, and the number of pieces of W."""
-    if not way.is_rule:
-        return {"cap": None, "weight_pieces": 0}
-    cap = max(default_cap(way.placement, len(sizes)), *sizes)
-    return {"cap": cap, "weight_pieces": 4}
+def candidate_of(way: Way, sizes: list[float]) -> Candidate:
+    """Returns the schedule of a step with microbatches of these relative sizes."""
+    placement = way.placement
+    cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
+    pieces = 4 if way.is_rule else 0
+    return Candidate(name=way.schedule, placement=placement, weight_pieces=pieces, cap=cap)
 
 
 def relative_sizes(images: list[int]) -> list[float]:
@@ -172,11 +163,11 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
     if not way.is_rule:
         durations = np.array([seconds, 2 * seconds, 0 * seconds])
     sizes = relative_sizes(images)
-    options = settings(way, sizes)
+    candidate = candidate_of(way, sizes)
     result = simulate(
         placement,
         count,
-        make_policies(way.schedule, placement, count, **options),
+        candidate.policies(count),
         Workload(
             durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
             delays_ps=np.zeros((2, placement.num_stages, count), np.int64),
@@ -184,7 +175,8 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
         ),
         sizes=sizes if way.is_rule else None,
         compiled=True,
-        **options,
+        cap=candidate.cap,
+        weight_pieces=candidate.weight_pieces,
     )
     return result.makespan_s
 
@@ -237,19 +229,14 @@ class Job:
     """
 
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
-        from harness.sleeping_ranks import Channels, Sleeper
-
         self._way = way
-        self._position, self.replica = divmod(rank, way.replicas)
-        self._sleeper = Sleeper()
-        self._channels = Channels(
-            way.placement, self._position, replica=self.replica, replicas=way.replicas
-        )
+        position, replica = divmod(rank, way.replicas)
+        self._member = EmulatedRank(position, replica=replica, replicas=way.replicas)
         mesh: Any = SimpleNamespace(
             rank=rank,
-            dp_rank=self.replica,
+            dp_rank=replica,
             dp_size=way.replicas,
-            pp_rank=self._position,
+            pp_rank=position,
             pipeline_size=RANKS,
             control_group=dist.group.WORLD,
             gather=gather,
@@ -269,9 +256,6 @@ class Job:
 
     def step(self, number: int) -> tuple[float, float]:
         """Runs a step; returns its time in seconds, and the activations held at most."""
-        from benchmarks.emulated.ours import timed_step
-        from benchmarks.emulated.work import RankWork
-
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -290,35 +274,26 @@ class Job:
         self._balance.begin(run)
         images = [(part["ids"].shape[1] - TEXT_TOKENS) // IMAGE_TOKENS for part in run]
         sizes = relative_sizes(images)
-        options = settings(way, sizes)
-        placement = way.placement
-        policy = make_policies(way.schedule, placement, len(run), **options)[self._position]
-        state = RankState(
-            placement=placement,
-            rank=self._position,
-            num_microbatches=len(run),
+        seconds = stage_seconds(self._partition, images).tolist()
+        step = self._member.step(
+            candidate_of(way, sizes),
+            dict.fromkeys(ActionKind, seconds),
+            len(run),
             sizes=sizes,
-            **options,
+            unit=float(layer_seconds(images).sum() / len(images)) / FORWARD_S,
         )
-        rows = stage_seconds(self._partition, images).tolist()
-        work = RankWork(placement, self._position, dict.fromkeys(ActionKind, rows), self._sleeper)
-        mean = float(layer_seconds(images).sum() / len(images)) / FORWARD_S
-        step = timed_step(self._channels, work, policy, state, mean)
         self._balance.end(step.times)
         return step.seconds, step.peak
 
     def close(self) -> None:
         """Closes the channels; collective."""
-        self._channels.close()
+        self._member.close()
 
 
 def run_rank(
     rank: int, partitions: dict[str, tuple[int, ...]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Runs the ways with these partitions; returns seconds and activations of each step."""
-    from harness.sleeping_ranks import sharpen_timers
-
-    sharpen_timers()
     jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     for step in range(WARM_STEPS + steps):
@@ -356,23 +331,13 @@ def rows_of(
     return rows
 
 
-def unequal_content(options: Any) -> Result:
+def measure(*, quick: bool) -> Result:
     """Measures all ways with one replica, and with two."""
-    steps = 3 if options.quick else 12
+    steps = 3 if quick else 12
     result = Result()
     for ways in (ONE, TWO):
         partitions = {name: partition_of(way) for name, way in ways.items()}
         ranks = RANKS * next(iter(ways.values())).replicas
-        results = fork_ranks("benchmarks.unequal_content", ranks, LIMIT_S, partitions, steps)
+        results = fork_ranks("studies.unequal_content", ranks, LIMIT_S, partitions, steps)
         result.add(Result(rows=rows_of(results, partitions), facts={f"{ranks} ranks": results}))
     return result
-
-
-def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
-    options = parser_of(__doc__, ("unequal content",)).parse_args()
-    return measure({"unequal content": partial(unequal_content, options)}, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

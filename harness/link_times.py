@@ -1,0 +1,82 @@
+"""Times of messages between two processes, over any link. Imports no torch, for ranks of MPI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Link(Protocol):
+    """A way of messages between two processes, in both directions."""
+
+    def expect(self, nbytes: int, count: int) -> None:
+        """Announces the messages that will be received."""
+
+    def send(self, payload: Any) -> None:
+        """Starts sending; may wait for older messages."""
+
+    def settle(self) -> None:
+        """Waits until the memory of all sent payloads may be reused."""
+
+    def receive(self) -> Any:
+        """Waits for the next message; its memory is valid until the next call."""
+
+    def close(self) -> None:
+        """Ends the link; collective."""
+
+
+def stream_s(
+    link: Link, sources: Sequence[Any], messages: int, *, token: Any, sends: bool
+) -> float | None:
+    """Returns the seconds per message of a one-way stream; ``None`` on the receiver.
+
+    Args:
+        link: Link between the two processes.
+        sources: Payloads, which are sent in turn.
+        messages: Number of messages.
+        token: Small payload by which the receiver says that it is ready, and that it has all.
+        sends: Whether this process sends.
+    """
+    if not sends:
+        link.expect(sources[0].nbytes, messages)
+        link.send(token)
+        for _ in range(messages):
+            link.receive()
+        link.send(token)
+        link.settle()
+        return None
+    link.expect(token.nbytes, 2)
+    link.receive()
+    start_s = time.perf_counter()
+    for number in range(messages):
+        link.send(sources[number % len(sources)])
+    link.receive()
+    seconds = (time.perf_counter() - start_s) / messages
+    link.settle()
+    return seconds
+
+
+def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, sends: bool) -> float:
+    """Returns the mean seconds of a message from one process to the other.
+
+    Args:
+        link: Link between the two processes.
+        payload: Message.
+        rounds: Number of round trips that are measured.
+        warmups: Number of round trips before these.
+        sends: Whether this process sends first.
+    """
+    link.expect(payload.nbytes, warmups + rounds)
+    start_s = 0.0
+    for number in range(warmups + rounds):
+        if number == warmups:
+            start_s = time.perf_counter()
+        if sends:
+            link.send(payload)
+        link.receive()
+        if not sends:
+            link.send(payload)
+    seconds = (time.perf_counter() - start_s) / rounds / 2
+    link.settle()
+    return seconds

@@ -1,0 +1,20 @@
+"""The soak of tokens on little text: each tokenizer gives its library's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak import tokens
+
+
+def test_every_tokenizer_gives_the_tokens_of_its_library() -> None:
+    pytest.importorskip("tiktoken")
+    rows = tokens.compare(0.2).rows
+    assert len(rows) == 5
+    assert [row.what for row in rows if not row.met] == []
+
+
+def test_another_token_is_counted() -> None:
+    kinds: tokens.Kinds = {"NullTokenizer": ({"vocab_size": 9}, lambda text: [1])}
+    (row,) = tokens._different_documents(kinds, ["1", "3"], "")
+    assert (row.value, row.met) == (1, False)
