@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, SliceRule, least_row, slice_ends
+from megatron.adaptive.config.sequence_slices import (
+    LEAST_TOKENS,
+    SliceRule,
+    first_tokens,
+    least_row,
+    slice_ends,
+    tokens_to_choose,
+)
 from megatron.adaptive.errors import ConfigError
 
 
@@ -97,7 +104,32 @@ def test_slices_of_documents_cost_the_same() -> None:
     assert costs == pytest.approx([sum(costs) / 8] * 8, rel=1e-3)
 
 
+def test_lengths_to_choose_from_are_halves_of_the_longest_document() -> None:
+    assert tokens_to_choose(8192, 1) == (8192, 4096, 2048, 1024, 512, 256)
+    assert first_tokens(8192, 1) == 1024
+    assert tokens_to_choose(1000, 8) == (1000, 504, 256, 128, 64, 32)
+    assert tokens_to_choose(40, 1) == (40, 20, 16)
+    assert first_tokens(40, 1) == 16
+    assert tokens_to_choose(16, 1) == (16,)
+
+
+@given(
+    documents=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    tokens=st.sampled_from([16, 64, 512]),
+)
+def test_the_work_of_slices_adds_up_to_that_of_the_documents(
+    documents: list[int], tokens: int
+) -> None:
+    width = -(-sum(documents) // tokens) * tokens
+    cut = SliceRule(slices=1, tokens=tokens, is_packed=True).cut(width, documents)
+    works = [cut.work(index) for index in range(len(cut.ends))]
+    assert [size for size, _ in works] == [tokens] * len(works)
+    lengths = [end - start for start, end in pairwise((0, *cut.documents))]
+    assert sum(pairs for _, pairs in works) == sum(length**2 for length in lengths)
+
+
 LENGTHS = "--variable-seq-lengths --slice-tokens"
+AUTO = "--pipeline-schedule auto --slice-tokens"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +144,14 @@ LENGTHS = "--variable-seq-lengths --slice-tokens"
             "--slice-tokens 18 is not a multiple of --tensor-model-parallel-size 4",
         ),
         (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "the others order whole microbatches"),
+        (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
+        (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
+        (f"{AUTO} 64 --pipeline-model-parallel-size 2", "a number of slices: --sequence-slices"),
+        (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for another"),
+        (
+            f"{AUTO} auto --variable-seq-lengths --pipeline-model-parallel-size 2 --seq-length 16",
+            "--slice-tokens auto with --seq-length 16: such documents are too short to be cut",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_length_of_slices_is_refused(flags: str, message: str) -> None:

@@ -46,9 +46,22 @@ def test_a_checkpoint_says_auto_after_the_number_of_slices_was_chosen() -> None:
     assert saved.num_slices == first
 
 
+def test_a_checkpoint_says_auto_after_the_length_of_slices_was_chosen() -> None:
+    shape = "--pipeline-model-parallel-size 2 --pipeline-schedule auto --variable-seq-lengths"
+    config = small(f"{shape} --slice-tokens auto --micro-batch-size 1", world_size=2)
+    assert config.slice_tokens == config.tokens_to_choose[-1] == 16
+    assert (config.constant_slices, config.varies_slices) == (1, True)
+    chosen = replace(config, schedule=replace(config.schedule, chosen_tokens=32))
+    assert (chosen.slice_tokens, chosen.num_slices) == (32, 1)
+    saved = TrainerConfig.from_dict(json.loads(json.dumps(chosen.to_dict())))
+    assert saved == config
+    assert saved.schedule.chooses_tokens
+
+
 @pytest.mark.parametrize(
     ("flags", "varies"),
     [
+        ("--pipeline-schedule auto", True),
         ("--pipeline-schedule adaptive", True),
         ("--pipeline-schedule dfc", True),
         # Orders made before the step, and replicas that exchange tokens, need equal numbers.

@@ -221,6 +221,16 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
         run_last(pipeline, 2, executor=executor)
 
 
+def test_errors_of_channels_name_slices() -> None:
+    pipeline, completions = last_rank()
+    last = "rank 10 is gone; the last message from it was F chunk 0 microbatch 3 of step"
+    completions.put(PeerLostError(f"{last} 0; seen by rank 11"))
+    stages = Counting(pipeline.placement, 1)
+    state = pipeline.state(1, 2, num_slices=2)
+    with pytest.raises(PeerLostError, match=r"microbatch 1\.1 of step 0; seen by rank 11"):
+        pipeline.executors[1].run(stages, Picks(ready_first), state)
+
+
 class Slow(CpuClock):
     """A device that finishes an action only when it is waited for."""
 

@@ -15,7 +15,9 @@ accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.engine.stages import ForwardBackward  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.gpt import attention  # noqa: E402
 from megatron.adaptive.gpt.attention import attend_to_earlier  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.sequence_slices import LastKeysAndValues, SequenceSlices  # noqa: E402
@@ -123,6 +125,34 @@ def test_slices_equal_whole_microbatches(train: Train, model: str) -> None:
     )[: 3 if model == LATENT else None]:
         _, seen = train(f"{model} {options} --sequence-slices {count}")
         assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("model", ["", DOCUMENTS, LATENT, LLAMA], ids=range(4))
+def test_slices_in_blocks_equal_whole_microbatches(
+    train: Train, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = train(model)
+    monkeypatch.setattr(attention, "SCORE_BLOCK", 16)
+    for options in (f"{SPLIT} --sequence-slices 3", f"{FULL} --sequence-slices 5"):
+        _, seen = train(f"{model} {options}")
+        assert_close(seen, expected)
+
+
+def test_blocks_store_no_scores_with_tokens_after_them(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept_bytes(flags: str) -> int:
+        run, _ = train(f"--micro-batch-size 1 --num-layers 1 {flags}")
+        assert isinstance(run.forward_backward, ForwardBackward)
+        return sum(run.forward_backward.activation_bytes())
+
+    cut = "--sequence-slices 2 --slice-cut equal-length"
+    slices = kept_bytes(cut)
+    monkeypatch.setattr(attention, "SCORE_BLOCK", 32)
+    blocks = kept_bytes(cut)
+    # Two slices store 3/4 of the scores, and eight blocks of 32 tokens store 9/16.
+    scores = 4 * 256**2 * 4  # four heads, 32 bits
+    assert slices - blocks == pytest.approx((3 / 4 - 9 / 16) * scores, rel=0.1)
 
 
 PACK = "--pack-to 300"

@@ -107,6 +107,24 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert run.iterations[-1] in run.complete_iterations()
 
 
+def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Path) -> None:
+    lengths = "--variable-seq-lengths --train-iters 9 --global-batch-size 6"
+    ran = losses_of(tmp_path / "ran", f"{lengths} --slice-tokens 16")
+    traces = tmp_path / "traces"
+    auto = f"{lengths} --pipeline-schedule auto --slice-tokens auto --trace-dir {traces}"
+    assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
+    log = (tmp_path / "auto.txt").read_text()
+    assert "auto has measured slices of 16 tokens, and measures 32 next" in log
+    assert "slices now have 32 tokens: built again" in log
+    pattern = r"auto takes slices of (\d+) tokens, adaptive \((v|loop), 2 chunks.*simulated steps "
+    chosen = re.search(pattern + r"by tokens of a slice: 16: .* ms, 32: .* ms, 64: ", log)
+    assert chosen is not None, log
+    if chosen[1] != "32" or chosen[2] != "v":
+        assert f"slices now have {chosen[1]} tokens" in log.split("auto takes")[1]
+    run = read_run(traces)
+    assert run.iterations[-1] in run.complete_iterations()
+
+
 def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     lengths = "--variable-seq-lengths --slice-tokens 16 --model-chunks 1 --train-iters 2"

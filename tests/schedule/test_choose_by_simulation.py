@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import choose_by_simulation
+from megatron.adaptive.schedule import anneal, choose_by_simulation, numba_kernels, simulate
 from megatron.adaptive.schedule.catalog import make_candidate
 from megatron.adaptive.schedule.choose_by_simulation import (
     ScheduleChoice,
@@ -153,3 +154,20 @@ def test_unknown_names_and_no_draws() -> None:
         make_candidate("best", 4, 2, 16)
     with pytest.raises(ScheduleError, match="no seeds"):
         evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [])
+
+
+def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine on which nothing was compiled yet.
+    monkeypatch.setattr(numba_kernels, "_loops", dict)
+    monkeypatch.setattr(numba_kernels, "is_cached", lambda loop: False)
+    monkeypatch.setattr(anneal, "is_cached", lambda loop: False)
+
+    def compiles(rule: Any) -> Any:
+        return lambda world: pytest.fail("the simulation was compiled")
+
+    monkeypatch.setattr(simulate, "compiled_loop", compiles)
+    monkeypatch.setattr(anneal, "_compiled", lambda: SimpleNamespace(signatures=[]))
+    # The time that is left would not suffice to compile the annealing.
+    choice = pick(until_s=time.monotonic() + anneal.COMPILE_S)
+    assert choice.best.name == "zb-v"
+    assert not any(outcome.candidate.hint for outcome in choice.outcomes)

@@ -110,7 +110,8 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
 
 def test_a_whole_microbatch_may_keep_more_than_its_slices() -> None:
     assert memory_factor(4, 4) == memory_factor(8, 4) == 1
-    assert memory_factor(1, 4) == pytest.approx(2 / 1.25)
+    assert memory_factor(2, 8) == pytest.approx(1.5 / 1.125)
+    assert memory_factor(1, 4) == 2
 
 
 def test_the_pace_of_slices_has_messages_of_slices() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import numba_kernels, runtime_rules
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.schedule.catalog import hint_for, make_schedule
+from megatron.adaptive.schedule.catalog import hint_for, make_policies, make_schedule
 from megatron.adaptive.schedule.memory_caps import chunk_shares
+from megatron.adaptive.schedule.numba_kernels import COMPILED_FROM, LOADED_FROM
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.schedule.simulate import SimResult, simulate
@@ -132,3 +135,34 @@ def test_a_hint_is_simulated_with_loaded_code_and_stays_the_same(
     hint_for.cache_clear()
     assert hint_for(placement, 3, 4.0, **arguments).orders == plain.orders
     assert len(runs) > 2
+
+
+def test_code_is_compiled_only_if_that_saves_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loops: dict[Any, Any] = {}
+    monkeypatch.setattr(numba_kernels, "_loops", lambda: loops)
+    rule = runtime_rules.ready_first
+    few, many, most = (number - 1 for number in (LOADED_FROM, COMPILED_FROM, 2 * COMPILED_FROM))
+    assert not numba_kernels.saves_time(rule, few)
+    assert not loops  # numba was not even imported for this
+    stats = SimpleNamespace(cache_path=str(tmp_path))
+    inner = SimpleNamespace(__qualname__="run_ready_first_1")
+    loops[rule] = SimpleNamespace(signatures=[], stats=stats, py_func=inner)
+    assert not numba_kernels.saves_time(rule, many)
+    assert numba_kernels.saves_time(rule, most)
+    (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
+    assert numba_kernels.saves_time(rule, many)  # the disk has the code
+    assert not numba_kernels.saves_time(rule, few)
+    loops[rule].signatures.append("compiled")
+    assert numba_kernels.saves_time(rule, few)
+
+
+def test_compiled_code_is_found_on_the_disk() -> None:
+    placement = Placement(num_ranks=2, num_chunks=1)
+    times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
+    policies = make_policies("dfc", placement, 2)
+    simulate(placement, 2, policies, times, compiled=True)
+    loop = numba_kernels.compiled_loop(runtime_rules.depth_first)
+    assert loop.signatures
+    assert numba_kernels.is_cached(loop)

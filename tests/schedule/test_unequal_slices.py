@@ -17,12 +17,14 @@ from megatron.adaptive.schedule.action import (
     mean_slices,
     mirrored,
     place_of,
+    with_slices,
 )
 from megatron.adaptive.schedule.catalog import make_policies
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.policy import Policy, actions_of, codes_of
 from megatron.adaptive.schedule.rank_state import RankState, whole_sizes
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.transport.interface import Label
 
 F, B, W = ActionKind
 COUNTS = (2, 1, 3)
@@ -38,6 +40,18 @@ def test_items_are_counted_through_all_microbatches() -> None:
     assert actions_of(codes_of(backwards, 1, COUNTS), 1, 0, COUNTS) == backwards
     equal = [place_of(item, 3) for item in range(6)]
     assert equal == [place_of(item, (3, 3)) for item in range(6)]
+
+
+def test_texts_of_transports_name_slices() -> None:
+    text = "the last message from it was F chunk 3 microbatch 4 of step 7; seen by rank 1"
+    assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
+    assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
+    assert with_slices(text, 7, 1) == text
+    assert with_slices(text, 8, COUNTS) == text  # step 8 may have other numbers
+    late = text.replace("microbatch 4", "microbatch 6")
+    assert with_slices(late, 7, COUNTS) == late
+    assert Label(7, Action(F, 3, 4), COUNTS).name == "F3-2.1"
+    assert Label(7, Action(F, 3, 4), COUNTS) == Label(7, Action(F, 3, 4))
 
 
 def test_the_first_backward_of_a_microbatch_waits_for_its_own_slices_only() -> None:

@@ -34,6 +34,7 @@ from rich.text import Text
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import place_label
 from megatron.adaptive.trace.monitor import LiveRank, LiveRun, Snapshot, find_live
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
@@ -304,7 +305,7 @@ def _now(rank: LiveRank, chunks: int) -> Text:
     if now is None or word in ("ended", "gone", "not started", "unreadable"):
         return text
     if word in DRAWN_ACTIONS and now.microbatch >= 0:
-        text.append(f" {now.microbatch}" + (f".{now.slice}" if now.slice >= 0 else ""))
+        text.append(f" {place_label(now.microbatch, now.slice if now.slice >= 0 else None)}")
     if word in DRAWN_ACTIONS and chunks > 1:
         text.append(f" chunk {now.chunk}", style="dim")
     if now.since_s >= 1:

@@ -101,7 +101,8 @@ slice_tokens+variable_seq_lengths excludes micro_batch_size>1
     | a microbatch is one row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens
     | every rank takes an equal share of each slice
-sequence_slices=0 needs pipeline_model_parallel_size>1 | a single rank never waits for another
+sequence_slices=0 slice_tokens=0 needs pipeline_model_parallel_size>1
+    | a single rank never waits for another
 sequence_slices=0 excludes variable_seq_lengths | steps with other lengths cannot be compared
 sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
@@ -213,6 +214,11 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
         for is_broken, message in rules:
             if is_broken:
                 raise ConfigError(message)
+    if config.schedule.chooses_tokens and len(config.tokens_to_choose) == 1:
+        raise ConfigError(
+            f"--slice-tokens auto with --seq-length {config.model.seq_length}: such documents are "
+            "too short to be cut: give at least 32 tokens, or leave it out"
+        )
     if config.schedule.chooses_slices and config.num_slices == 1:
         raise ConfigError(
             f"--sequence-slices auto with --seq-length {config.model.seq_length}: such sequences "

@@ -84,8 +84,13 @@ sequence_slices needs pipeline_schedule={
         )
     }
     | the others order whole microbatches
+slice_tokens=0 needs pipeline_schedule=auto | it measures steps, and simulates others
+pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
+    | sequences of one length have a number of slices: --sequence-slices
 slice_tokens needs pipeline_schedule={
-        names(lambda spec: spec.orders_slices or (spec.kind == "rule" and not spec.is_own))
+        names(
+            lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
+        )
     }
     | the others order whole microbatches, or a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}

@@ -20,7 +20,12 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec, selectable_names
-from megatron.adaptive.config.sequence_slices import CHOSEN_SLICES, LEAST_TOKENS, SLICE_CUTS
+from megatron.adaptive.config.sequence_slices import (
+    CHOSEN_SLICES,
+    CHOSEN_TOKENS,
+    LEAST_TOKENS,
+    SLICE_CUTS,
+)
 from megatron.adaptive.errors import ConfigError
 
 BALANCED = ("off", "lengths", "speed", "both")
@@ -205,6 +210,8 @@ class ScheduleConfig:
     Attributes:
         chosen_slices: Number of slices that was chosen because ``sequence_slices`` is ``auto``;
             ``None`` before the choice. No flag sets it, and checkpoints do not have it.
+        chosen_tokens: Number of tokens of a slice that was chosen because ``slice_tokens`` is
+            ``auto``; as ``chosen_slices``.
     """
 
     pipeline_schedule: str = flag(
@@ -317,9 +324,12 @@ class ScheduleConfig:
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
         "Number of tokens in each slice, instead of a number of slices. With "
         "--variable-seq-lengths, documents are packed into rows of whole slices, as long as the "
-        "longest document of the step needs.",
+        "longest document of the step needs. With --pipeline-schedule auto as well, the number may "
+        "be auto: it is chosen by simulation, after steps with two numbers of tokens.",
         unit="TOKENS",
+        named_values={"auto": CHOSEN_TOKENS},
     )
+    chosen_tokens: int | None = None
     slice_cut: str = flag(
         "Way to cut sequences: into slices of equal cost, which become shorter because later ones "
         "attend to more tokens, or of equal length.",
@@ -368,6 +378,11 @@ class ScheduleConfig:
     def chooses_slices(self) -> bool:
         """Whether the number of slices is chosen in the first steps."""
         return self.sequence_slices == CHOSEN_SLICES
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the number of tokens of a slice is chosen in the first steps."""
+        return self.slice_tokens == CHOSEN_TOKENS
 
     @property
     def is_rule(self) -> bool:

@@ -44,6 +44,8 @@ LEAST_TOKENS = 16
 """Smallest number of tokens in a slice."""
 CHOSEN_SLICES = 0
 """Number that stands for ``--sequence-slices auto``."""
+CHOSEN_TOKENS = 0
+"""Number that stands for ``--slice-tokens auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
@@ -125,6 +127,15 @@ class Cut:
                 break
             begin = close
         return pieces
+
+    def work(self, index: int) -> tuple[int, int]:
+        """Returns a slice's number of tokens, and of pairs of tokens that attend to each other.
+
+        The first x tokens of a document count as x^2 pairs.
+        """
+        parts = self.pieces(index)
+        pairs = sum((p.end - p.begin) ** 2 - (p.start - p.begin) ** 2 for p in parts)
+        return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
         """Returns the number of a slice's tokens whose documents lie in several slices."""
@@ -248,6 +259,34 @@ def first_number(length: int, multiple: int) -> int:
     Half of this number is measured next. The arguments are those of :func:`numbers_to_choose`.
     """
     return min(_FIRST, numbers_to_choose(length, multiple)[-1])
+
+
+def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
+    """Returns the lengths of slices that ``--slice-tokens auto`` chooses from, longest first.
+
+    The longest slices hold the longest document. Each further length is half of the one before.
+
+    Args:
+        longest: Largest number of tokens in a document.
+        multiple: Number that divides the length of each slice.
+    """
+    least = least_row(1, multiple)
+    parts = range(_MOST_CHOSEN.bit_length())
+    lengths = {max(least, _up(-(-longest // 2**part), multiple)) for part in parts}
+    return tuple(sorted(lengths, reverse=True))
+
+
+def first_tokens(longest: int, multiple: int) -> int:
+    """Returns the length of slices in the first steps of ``--slice-tokens auto``.
+
+    The next longer slices are measured next. The arguments are those of :func:`tokens_to_choose`.
+    """
+    lengths = tokens_to_choose(longest, multiple)
+    return lengths[min(_FIRST.bit_length(), len(lengths)) - 1]
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def least_row(slices: int, multiple: int) -> int:

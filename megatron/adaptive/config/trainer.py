@@ -25,9 +25,11 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.config.sequence_slices import (
     SliceRule,
     first_number,
+    first_tokens,
     least_row,
     numbers_to_choose,
     slice_ends,
+    tokens_to_choose,
 )
 from megatron.adaptive.errors import ConfigError
 
@@ -133,14 +135,14 @@ class TrainerConfig:
         Raises:
             ConfigError: ``--sequence-slices`` does not fit the length of the sequences.
         """
-        is_by_cost = self._cuts_by_cost and self.schedule.slice_tokens is None
+        is_by_cost = self._cuts_by_cost and self.slice_tokens is None
         share = self.attention_share if is_by_cost else 0.0
         return slice_ends(self.model.seq_length, self.num_slices, self._slice_multiple, share)
 
     @property
     def num_slices(self) -> int:
         """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
-        tokens = self.schedule.slice_tokens
+        tokens = self.slice_tokens
         if self.schedule.chosen_slices is not None:
             return self.schedule.chosen_slices
         if self.schedule.chooses_slices:
@@ -158,9 +160,24 @@ class TrainerConfig:
         return numbers_to_choose(self.model.seq_length, self._slice_multiple)
 
     @property
+    def slice_tokens(self) -> int | None:
+        """Number of tokens of each slice; ``None`` if ``--slice-tokens`` is not given."""
+        if not self.schedule.chooses_tokens:
+            return self.schedule.slice_tokens
+        chosen = self.schedule.chosen_tokens
+        return chosen or first_tokens(self.model.seq_length, self._slice_multiple)
+
+    @property
+    def tokens_to_choose(self) -> tuple[int, ...]:
+        """Lengths of slices to choose from in the first steps; empty if the length is given."""
+        if not self.schedule.chooses_tokens:
+            return ()
+        return tokens_to_choose(self.model.seq_length, self._slice_multiple)
+
+    @property
     def constant_slices(self) -> int:
         """Number of slices per microbatch in all steps; 1 if it differs between steps."""
-        is_constant = self.schedule.slice_tokens is None or not self.data.variable_seq_lengths
+        is_constant = self.slice_tokens is None or not self.data.variable_seq_lengths
         return self.num_slices if is_constant else 1
 
     @property
@@ -172,14 +189,14 @@ class TrainerConfig:
         same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
-        follows = spec.kind != "rule" or spec.is_own or spec.name == "hinted"
-        has_lengths = self.data.variable_seq_lengths and self.schedule.slice_tokens is not None
+        follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"
+        has_lengths = self.data.variable_seq_lengths and self.slice_tokens is not None
         return has_lengths and not follows and self.core.num_moe_experts is None
 
     @property
     def cuts_sequences(self) -> bool:
         """Whether microbatches may be cut into several slices, or packed for slices."""
-        packs = self.schedule.slice_tokens is not None and self.data.variable_seq_lengths
+        packs = self.slice_tokens is not None and self.data.variable_seq_lengths
         return self.num_slices > 1 or packs
 
     @property
@@ -187,7 +204,7 @@ class TrainerConfig:
         """Rule by which microbatches of different lengths are cut; ``None`` if all are equal."""
         if not (self.cuts_sequences and self.data.variable_seq_lengths):
             return None
-        tokens = self.schedule.slice_tokens
+        tokens = self.slice_tokens
         return SliceRule(
             slices=self.num_slices,
             tokens=tokens,
@@ -200,7 +217,7 @@ class TrainerConfig:
     @property
     def least_row(self) -> int:
         """Smallest number of tokens in a row of documents that ``--sequence-slices`` can cut."""
-        if self.schedule.slice_tokens is not None or self.num_slices == 1:
+        if self.slice_tokens is not None or self.num_slices == 1:
             return 1
         return least_row(self.num_slices, self._slice_multiple)
 
@@ -208,7 +225,7 @@ class TrainerConfig:
     def packs_documents(self) -> bool:
         """Whether several documents share a row, with attention only within each document."""
         data = self.data
-        tokens = self.schedule.slice_tokens
+        tokens = self.slice_tokens
         return data.pack_to is not None or (tokens is not None and data.variable_seq_lengths)
 
     @property
@@ -230,6 +247,15 @@ class TrainerConfig:
         linear, per_token = self._layer_costs
         pairs = per_token * self.model.seq_length  # scores and values, half of them masked
         return pairs / (linear + pairs)
+
+    def cost_of(self, tokens: float, squares: float) -> float:
+        """Returns the predicted cost of documents, in units of a token's work without attention.
+
+        Args:
+            tokens: Total number of tokens.
+            squares: Sum of the documents' squared lengths in tokens.
+        """
+        return tokens + self._pair_cost * squares
 
     @property
     def _pair_cost(self) -> float:
@@ -279,7 +305,7 @@ class TrainerConfig:
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
         # Speeds of replicas cannot be measured if the number of slices differs between steps.
-        if self.schedule.slice_tokens is not None:
+        if self.slice_tokens is not None:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
         return dataclasses.replace(self, schedule=schedule)
@@ -311,7 +337,7 @@ class TrainerConfig:
         because with ``--sequence-slices auto`` another run with these settings chooses again.
         """
         saved = dataclasses.asdict(self)
-        del saved["schedule"]["chosen_slices"]
+        del saved["schedule"]["chosen_slices"], saved["schedule"]["chosen_tokens"]
         if not self.lora.is_on:
             del saved["lora"]
         defaults = vars(CoreConfig())

@@ -284,6 +284,7 @@ class Load:
         num_microbatches: Number of microbatches in the step.
         least_tokens: Number of tokens in the smallest microbatch.
         most_tokens: Number of tokens in the largest microbatch.
+        lengths: Number of tokens of each document.
     """
 
     tokens: int
@@ -293,6 +294,7 @@ class Load:
     num_microbatches: int
     least_tokens: int
     most_tokens: int
+    lengths: tuple[int, ...] = ()
 
 
 def length_of(dataset: Any, index: int) -> int:
@@ -558,6 +560,7 @@ class LengthMicrobatches(StepMicrobatches):
             num_microbatches=len(rows),
             least_tokens=min(tokens),
             most_tokens=max(tokens),
+            lengths=tuple(lengths),
         )
         super().__init__(
             lambda index: self._make(self._rows[index]),

@@ -38,6 +38,7 @@ from megatron.adaptive.schedule.action import (
     item_label,
     mirrored,
     place_of,
+    with_slices,
 )
 from megatron.adaptive.schedule.policy import Follow, Policy, actions_of
 from megatron.adaptive.schedule.rank_state import RankState
@@ -311,9 +312,19 @@ class Executor:
         self._early = []
         for item in early:
             self._accept(item, state)
+        try:
+            self._run_actions(stages, policy, state)
+        except TransportError as error:
+            if state.num_slices != 1 and error.args:
+                text = with_slices(str(error.args[0]), self._step, state.num_slices)
+                error.args = (text, *error.args[1:])
+            raise
+        self._is_running = False
+
+    def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
+        """Runs actions in the order that the policy chooses, until all are finished."""
         if state.beside:
             self._run_in_lanes(stages, policy, state)
-            self._is_running = False
             return
         while not state.done:
             action = self._decide(policy, state)
@@ -321,7 +332,6 @@ class Executor:
                 self._await_arrival(state)
             else:
                 self._perform(action, stages, state)
-        self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Runs a step in which one action may compute while another action communicates."""
@@ -493,7 +503,7 @@ class Executor:
         log = self._log
         nbytes = tensor.nbytes
         start_ns = 0 if log is None else log.now_ns()
-        self._transport.send(peer, Label(self._step, receiving), tensor)
+        self._transport.send(peer, Label(self._step, receiving, state.num_slices), tensor)
         if log is not None:
             log.sent(receiving, peer, nbytes, start_ns)
         return nbytes

@@ -480,6 +480,7 @@ class SplitStages:
         self, stores: Sequence[WeightGradientStore] | None, *, num_slices: SliceCounts = 1
     ) -> None:
         self._stores = stores
+        self._num_slices = num_slices
         for store in stores or ():
             store.clear()
             store.num_slices = num_slices
@@ -494,8 +495,9 @@ class SplitStages:
         """
         if self._stores is None:
             raise ScheduleError(
-                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
-                "step whose backwards are whole; split them"
+                f"weight gradients of chunk {chunk}, microbatch "
+                f"{item_label(microbatch, self._num_slices)} were asked for in a step whose "
+                "backwards are whole; split them"
             )
         self._stores[chunk].run(microbatch, piece, pieces)
 

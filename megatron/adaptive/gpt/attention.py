@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,10 @@ from megatron.adaptive.gpt.sequence_slices import Attention, SequenceSlices
 varlen_attn: Any = None
 with contextlib.suppress(ImportError):  # an older torch lacks it
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+
+SCORE_BLOCK = 256
+"""Smallest number of queries in a block of a slice, if attention stores scores."""
 
 
 def has_packed_kernel() -> bool:
@@ -166,12 +171,45 @@ class LocalAttention(DotProductAttention):
         if self.slices is not None:
             call = Attention(
                 layer=self,
-                attend=lambda *tensors: self._attend(*tensors, attention_mask, *more, **options),
+                attend=lambda *parts: self._attend_by_blocks(
+                    *parts, attention_mask, *more, **options
+                ),
                 attend_documents=lambda *row: self._row(*row, *more, **options),
                 window=None if self._window is None else self._window[0],
             )
             return self.slices.attend(call, query, key, value)
         return self._attend(query, key, value, attention_mask, *more, **options)
+
+    def _attend_by_blocks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Computes attention of a slice, in blocks of its queries if scores are stored.
+
+        A block has no scores with the tokens after it. Without blocks, half of a slice's scores
+        with its own tokens would be computed and stored, although they are hidden.
+        """
+        count = max(1, len(query) // SCORE_BLOCK)
+        mask = self._own_mask if attention_mask is None else Mask.GIVEN
+        stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
+        # A window limits scores by itself. Shared keys would be copied and kept for each block.
+        is_shared = query.shape[2] != key.shape[2]
+        if count == 1 or not stores_scores or self._window is not None or is_shared:
+            return self._attend(query, key, value, attention_mask, *more, **options)
+        earlier = len(key) - len(query)
+        ends = [len(query) * number // count for number in range(count + 1)]
+        outputs = []
+        for first, last in itertools.pairwise(ends):
+            end = earlier + last
+            hidden = None if attention_mask is None else attention_mask[:, :, first:last, :end]
+            tensors = query[first:last], key[:end], value[:end]
+            outputs.append(self._attend(*tensors, hidden, *more, **options))
+        return torch.cat(outputs)
 
     def _attend(
         self,

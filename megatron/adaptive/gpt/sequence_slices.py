@@ -266,6 +266,16 @@ class SequenceSlices:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
 
+    @property
+    def num_microbatches(self) -> int:
+        """Returns the number of microbatches of the step, 0 if all microbatches are equal."""
+        return len(self._cuts)
+
+    def work(self, item: int) -> tuple[int, int]:
+        """Returns the number of tokens and of pairs of tokens in an item's slice (``Cut.work``)."""
+        microbatch, index, _ = place_of(item, self.count)
+        return self._cut(microbatch).work(index)
+
     def tokens(self, item: int) -> int:
         """Returns the number of tokens of an item's slice."""
         microbatch, index, _ = place_of(item, self.count)

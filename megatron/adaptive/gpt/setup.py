@@ -409,7 +409,7 @@ def batching_of(config: TrainerConfig) -> Batching:
         replicas=parallel.data_parallel_size,
         varies=config.data.variable_seq_lengths,
         pack_to=config.data.pack_to,
-        slice_tokens=config.schedule.slice_tokens if config.packs_documents else None,
+        slice_tokens=config.slice_tokens if config.packs_documents else None,
         varies_slices=config.varies_slices,
         multiple=parts * (2 * context if context > 1 else 1),
         shortest=config.least_row,

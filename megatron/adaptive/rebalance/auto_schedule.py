@@ -143,7 +143,15 @@ class Tuner:
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
             job, self.forward_backward, self.chunks
         )
-        sample.links = self._links()
+        sample.links = measure_neighbours(
+            job,
+            self.forward_backward.orders.placement,
+            self.pp_ranks,
+            self.transport,
+            payload_shape=self.payload_shape,
+            payload_dtype=self.payload_dtype,
+            timeout_s=self.timeout_s,
+        )
         samples = job.gather(sample)
         loads = None if self.loads is None else self.loads(num_microbatches)
         if self.only_pace:
@@ -285,31 +293,46 @@ class Tuner:
             return (present.kind, "loop" if present.kind == "v" else "v")
         return (present.kind,)
 
-    def _links(self) -> dict[int, Link]:
-        """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.
 
-        One pair of neighbours is measured at a time, so that pairs do not disturb each other.
-        Collective over all ranks.
-        """
-        me = self._sample.pp_rank
-        if self.transport is None:
-            return {}
-        group, device = self.job.control_group, self.job.accelerator.device
-        payload = torch.zeros(*self.payload_shape, dtype=self.payload_dtype, device=device)
-        links = {}
-        for low, high in self.forward_backward.orders.placement.neighbours():
-            dist.barrier(group=group)
-            if me in (low, high):
-                other = high if me == low else low
-                links[other] = measure_link(
-                    self.transport,
-                    self.pp_ranks[other],
-                    leads=me == low,
-                    payload=payload,
-                    timeout_s=self.timeout_s,
-                )
+def measure_neighbours(
+    job: Job,
+    placement: Placement,
+    pp_ranks: Sequence[int],
+    transport: Transport | None,
+    *,
+    payload_shape: Sequence[int],
+    payload_dtype: torch.dtype,
+    timeout_s: float,
+) -> dict[int, Link]:
+    """Measures the links from this rank to its neighbours, by the neighbour's pipeline rank.
+
+    One pair of neighbours is measured at a time, so that pairs do not disturb each other.
+    Collective over all ranks.
+
+    Args:
+        job: Environment of this process.
+        placement: Assignment of stages to ranks.
+        pp_ranks: Global ranks of this pipeline, by pipeline rank.
+        transport: Message channels to the neighbours; ``None`` if this rank has no neighbours.
+        payload_shape: Shape of the tensor to send.
+        payload_dtype: Dtype of the tensor to send.
+        timeout_s: Maximum time in seconds to wait for a message.
+    """
+    me = pp_ranks.index(job.rank)
+    if transport is None:
+        return {}
+    group, device = job.control_group, job.accelerator.device
+    payload = torch.zeros(*payload_shape, dtype=payload_dtype, device=device)
+    links = {}
+    for low, high in placement.neighbours():
         dist.barrier(group=group)
-        return links
+        if me in (low, high):
+            other = high if me == low else low
+            links[other] = measure_link(
+                transport, pp_ranks[other], leads=me == low, payload=payload, timeout_s=timeout_s
+            )
+    dist.barrier(group=group)
+    return links
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:

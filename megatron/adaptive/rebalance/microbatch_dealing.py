@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.schedule_record import Shares
 from megatron.adaptive.gpt.setup import Run
@@ -27,6 +28,19 @@ _TOKEN_PER_PAIR = 12
 
 A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 """
+
+
+def make_dealer(config: TrainerConfig) -> Dealer:
+    """Returns an object that assigns microbatches to replicas as the settings say."""
+    parallel = config.parallel
+    return Dealer(
+        config.balance,
+        replicas=parallel.data_parallel_size,
+        ranks=parallel.pipeline_model_parallel_size,
+        group=config.microbatch_group,
+        least=config.least_microbatches,
+        pair=1 / (_TOKEN_PER_PAIR * config.model.hidden_size),
+    )
 
 
 class ReplicaDealing:
@@ -41,21 +55,13 @@ class ReplicaDealing:
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
-        config = run.job.config
-        parallel = config.parallel
+        parallel = run.job.config.parallel
         self._run = run
         self._message = message
         self._replica = parallel_state.get_data_parallel_rank()
         self._replicas = parallel.data_parallel_size
         self._ranks = parallel.pipeline_model_parallel_size
-        self._dealer = Dealer(
-            config.balance,
-            replicas=self._replicas,
-            ranks=self._ranks,
-            group=config.microbatch_group,
-            least=config.least_microbatches,
-            pair=1 / (_TOKEN_PER_PAIR * config.model.hidden_size),
-        )
+        self._dealer = make_dealer(run.job.config)
         is_first = (
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0

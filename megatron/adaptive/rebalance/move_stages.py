@@ -1,7 +1,7 @@
 """Moves the stages of a running job to other ranks between two steps, without a checkpoint.
 
 The new stages may have another placement (assignment to ranks), another partition (layers per
-stage), or both. Sequences may also be cut into another number of slices. Model, optimizer and
+stage), or both. Sequences may also be cut into other slices. Model, optimizer and
 message channels are built again in the same processes. Weights and optimizer state are sent from
 memory to memory. The training loop keeps its counters, logs and data loader::
 
@@ -55,16 +55,20 @@ def with_schedule(
     partition: tuple[int, ...] | None = None,
     kind: PlacementKind | None = None,
     slices: int | None = None,
+    tokens: int | None = None,
 ) -> TrainingJob:
-    """Returns a copy of the job with another partition, placement of stages, or number of slices.
+    """Returns a copy of the job with another partition, placement of stages, or cut of sequences.
 
     Args:
         job: Job to copy.
         partition: Number of layers per stage; ``None`` for the current partition.
         kind: Placement of stages on ranks; ``None`` for the current placement.
         slices: Number of slices of each sequence; ``None`` for the current number.
+        tokens: Number of tokens of each slice; ``None`` for the current number.
     """
     schedule = job.config.schedule
+    if tokens is not None:
+        schedule = dataclasses.replace(schedule, chosen_tokens=tokens)
     if slices is not None:
         schedule = dataclasses.replace(schedule, chosen_slices=slices)
     if partition is not None:
@@ -81,6 +85,7 @@ def move_stages(
     kind: PlacementKind | None = None,
     partition: Sequence[int] | None = None,
     slices: int | None = None,
+    tokens: int | None = None,
 ) -> Run:
     """Replaces a run by a run with other stages and the same state. Collective over all ranks.
 
@@ -95,6 +100,7 @@ def move_stages(
         kind: New placement of stages on ranks; ``None`` for the current placement.
         partition: New number of layers per stage; ``None`` for the current partition.
         slices: New number of slices of each sequence; ``None`` for the current number.
+        tokens: New number of tokens of each slice; ``None`` for the current number.
 
     Returns:
         New run. If the old run was traced, the trace continues in new files.
@@ -109,13 +115,14 @@ def move_stages(
     if keeps_placement:
         engine = box[0].forward_backward
         assert isinstance(engine, ForwardBackward)
-        orders = engine.orders if slices is None else None
+        orders = engine.orders if slices is None and tokens is None else None
         kept = KeptParts(box[0].samples, box[0].padded_vocab_size, orders)
     job = with_schedule(
         box[0].job,
         partition=None if partition is None else tuple(partition),
         kind=None if keeps_placement else kind,
         slices=slices,
+        tokens=tokens,
     )
     random = sharded_rng(job.config).data
     scheduler = box[0].scheduler.state_dict()

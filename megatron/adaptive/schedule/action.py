@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -196,4 +197,36 @@ def item_label(item: int, num_slices: SliceCounts) -> str:
     if num_slices == 1:
         return str(item)
     microbatch, part, _ = place_of(item, num_slices)
-    return f"{microbatch}.{part}"
+    return place_label(microbatch, part)
+
+
+def place_label(microbatch: int, part: int | None) -> str:
+    """Returns the label of a slice, such as ``3.5``, or of a whole microbatch.
+
+    Args:
+        microbatch: Index of the microbatch.
+        part: Index of the slice in the microbatch; ``None`` for a whole microbatch.
+    """
+    return str(microbatch) if part is None else f"{microbatch}.{part}"
+
+
+def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
+    """Returns a text of a transport that names slices as people read them.
+
+    Transports count the items of a step. So ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
+    step 7``. Other steps may have other numbers of slices, and are not changed.
+
+    Args:
+        text: Text that may name an item of a message.
+        step: Number of the current step.
+        num_slices: Number of slices of each microbatch in the current step.
+    """
+    count = None if isinstance(num_slices, int) else item_count(len(num_slices), num_slices)
+
+    def named(match: re.Match[str]) -> str:
+        item = int(match[1])
+        if int(match[2]) != step or (count is not None and item >= count):
+            return match[0]
+        return f"microbatch {item_label(item, num_slices)} of step {step}"
+
+    return re.sub(r"microbatch (\d+) of step (-?\d+)", named, text)

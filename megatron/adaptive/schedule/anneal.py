@@ -37,7 +37,7 @@ import numpy as np
 
 from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.memory_caps import with_rounding
-from megatron.adaptive.schedule.numba_kernels import compile_function
+from megatron.adaptive.schedule.numba_kernels import compile_function, is_cached
 from megatron.adaptive.schedule.policy import actions_of
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.schedule import Schedule
@@ -55,6 +55,8 @@ If ``VISITS`` allows fewer tries, the schedule is not annealed.
 """
 MOST_ORDERS = 200_000
 """Maximum number of random changes to try."""
+COMPILE_S = 25.0
+"""Time in seconds in which annealing is surely compiled, unless the processors are very busy."""
 HEAT = 2
 """Maximum increase in step time that is accepted at first, divided by an action's mean duration."""
 
@@ -262,6 +264,12 @@ def anneal(o: OrderGraph, orders: int) -> int:
 @lru_cache
 def _compiled() -> Any:
     return compile_function(sys.modules[__name__], anneal)
+
+
+def compile_s() -> float:
+    """Returns about how many seconds the next call of :func:`improve` may need to compile."""
+    compiled = _compiled()
+    return 0.0 if compiled.signatures or is_cached(compiled) else COMPILE_S
 
 
 def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:

@@ -30,7 +30,7 @@ from megatron.adaptive.config.schedule_specs import (
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap, with_rounding
-from megatron.adaptive.schedule.numba_kernels import is_loaded
+from megatron.adaptive.schedule.numba_kernels import saves_time
 from megatron.adaptive.schedule.own_schedule import own_rule, own_schedule
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of, rule_of
 from megatron.adaptive.schedule.schedule import (
@@ -48,11 +48,6 @@ ANNEALED = "annealed"
 """Name of a schedule that ``auto`` makes for one pipeline by simulated annealing (see ``anneal``).
 
 Users cannot select this name. Steps with another number of microbatches run ``hinted`` instead.
-"""
-_COMPILED_FROM = 20_000
-"""Number of actions above which compiling the simulation saves time.
-
-If this process has already loaded the compiled code, it uses the code for shorter simulations too.
 """
 Pace = tuple[float, float, float]
 """Times of a message, of B and of W, relative to the time of a stage's forward pass."""
@@ -175,7 +170,7 @@ class Candidate:
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
             policies: Policies of the ranks, if :meth:`policies` was already called; else ``None``.
         """
-        count = work.durations_ps.shape[2] // work.num_slices
+        count = work.num_microbatches
         return simulate(
             self.placement,
             count,
@@ -494,8 +489,7 @@ def hint_for(
         num_actions = 3 * num_microbatches * num_slices * placement.num_stages
         policies = candidate.policies(num_microbatches)
         shared = rule_of(policies)
-        is_fast = shared is not None and is_loaded(shared[0])
-        compiled = is_fast or num_actions >= _COMPILED_FROM
+        compiled = shared is not None and saves_time(shared[0], num_actions)
         return candidate.simulate(work, compiled=compiled, policies=policies)
 
     rule = Candidate(

@@ -16,12 +16,13 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.anneal import improve
+from megatron.adaptive.schedule.anneal import compile_s, improve
 from megatron.adaptive.schedule.catalog import (
     ANNEALED,
     DEFAULT_PIECES,
@@ -33,6 +34,8 @@ from megatron.adaptive.schedule.catalog import (
     make_schedule,
 )
 from megatron.adaptive.schedule.memory_caps import default_cap, with_rounding
+from megatron.adaptive.schedule.numba_kernels import saves_time
+from megatron.adaptive.schedule.policy import rule_of
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, draw
@@ -191,25 +194,31 @@ def choose(
     """
     is_large = placement.num_stages * num_microbatches >= _MANY
     seeds = range(DRAWS if _has_spread(profile) and not (quick or is_large) else 1)
+    planned: Counter[str] = Counter()
 
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
         in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, offered)
-        simulated = (evaluate(candidate, num_microbatches, profile, seeds) for candidate in in_time)
+        simulated = (
+            evaluate(candidate, num_microbatches, profile, seeds, planned[_loop_of(candidate)])
+            for candidate in in_time
+        )
         return [outcome for outcome in simulated if outcome.peak_units <= with_rounding(most)]
 
-    outcomes = fitting(
-        candidates(
-            placement,
-            num_microbatches,
-            most=most,
-            splittable=splittable,
-            pieces=pieces,
-            pace=pace_of(profile, num_slices),
-            also=also,
-            num_slices=num_slices,
-        )
+    offered = candidates(
+        placement,
+        num_microbatches,
+        most=most,
+        splittable=splittable,
+        pieces=pieces,
+        pace=pace_of(profile, num_slices),
+        also=also,
+        num_slices=num_slices,
     )
-    if not quick and time.monotonic() < until_s:
+    for candidate in offered:
+        planned[_loop_of(candidate)] += len(seeds) * _num_actions(candidate, num_microbatches)
+    outcomes = fitting(offered)
+    # Compiling must not take the time in which the result is expected.
+    if not quick and time.monotonic() + compile_s() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces))
     is_late = time.monotonic() >= until_s
     if not outcomes and is_late:
@@ -243,8 +252,23 @@ def _fastest(
     return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
 
 
+def _loop_of(candidate: Candidate) -> str:
+    """Returns a name that is equal for candidates whose simulation has the same compiled loop."""
+    return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
+
+
+def _num_actions(candidate: Candidate, num_microbatches: int) -> int:
+    """Returns the number of actions on all ranks in a step."""
+    items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
+    return items * (2 + candidate.weight_pieces)
+
+
 def evaluate(
-    candidate: Candidate, num_microbatches: int, profile: StageProfile, seeds: Sequence[int]
+    candidate: Candidate,
+    num_microbatches: int,
+    profile: StageProfile,
+    seeds: Sequence[int],
+    planned: int | None = None,
 ) -> CandidateOutcome:
     """Simulates a candidate once per random seed.
 
@@ -259,6 +283,8 @@ def evaluate(
             stages.
         seeds: Random seeds, one per simulated step. One seed suffices if the profile's times do not
             vary.
+        planned: Number of actions in all simulations with this candidate's rule, from which it
+            follows whether the simulation is compiled; ``None`` to compile it always.
 
     Raises:
         ScheduleError: The candidate cannot run on this pipeline.
@@ -266,6 +292,8 @@ def evaluate(
     if not seeds:
         raise ScheduleError("no seeds: give at least one draw to simulate")
     policies = candidate.policies(num_microbatches)
+    shared = rule_of(policies)
+    compiled = planned is None or (shared is not None and saves_time(shared[0], planned))
     results = []
     for seed in seeds:
         workload = draw(
@@ -275,7 +303,7 @@ def evaluate(
             seed=seed,
             num_slices=candidate.num_slices,
         )
-        results.append(candidate.simulate(workload, compiled=True, policies=policies))
+        results.append(candidate.simulate(workload, compiled=compiled, policies=policies))
     return CandidateOutcome(
         candidate=candidate,
         makespans_s=tuple(result.makespan_s for result in results),

@@ -7,10 +7,12 @@ source code, so that compiled code of an older source is never used.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,6 +21,13 @@ from megatron.adaptive.schedule import rank_kernel, runtime_rules, simulator
 Rule = Callable[[rank_kernel.State, Sequence[int]], int]
 """Run-time scheduling rule: function of ``(s, hint)`` that returns an action's code or -1."""
 
+LOADED_FROM = 20_000
+"""Number of actions above which loading compiled code from the disk saves time."""
+COMPILED_FROM = 750_000
+"""Number of actions above which compiling saves time, the first time on a machine.
+
+Compiling takes about 10 s of processor time, and plain Python about 14 us per action.
+"""
 Modules = tuple[ModuleType, ...]
 _MODULES = (rank_kernel, runtime_rules, simulator)
 
@@ -41,7 +50,27 @@ def is_loaded(rule: Rule) -> bool:
 
     If so, even a short simulation is faster with the compiled loop.
     """
-    return rule in _loops()
+    loop = _loops().get(rule)
+    # A loop that was made but never called has no code yet.
+    return loop is not None and bool(getattr(loop, "signatures", True))
+
+
+def is_cached(loop: Any) -> bool:
+    """Returns whether the disk has the compiled code of a function that numba compiles."""
+    folder = Path(loop.stats.cache_path)
+    return any(folder.glob(f"*{glob.escape(loop.py_func.__qualname__)}-*.nbi"))
+
+
+def saves_time(rule: Rule, num_actions: int) -> bool:
+    """Returns whether the compiled loop of a rule saves time for some simulations.
+
+    Args:
+        rule: Function of ``runtime_rules``.
+        num_actions: Number of actions in all these simulations together.
+    """
+    if is_loaded(rule) or num_actions < LOADED_FROM:
+        return is_loaded(rule)
+    return num_actions >= COMPILED_FROM or is_cached(compiled_loop(rule))
 
 
 def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
@@ -49,7 +78,7 @@ def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
 
     The loop takes less than 1 us per action.
 
-    The first call on a machine compiles the code, which takes some seconds.
+    The first call on a machine compiles the code, which takes about 10 s of processor time.
 
     Raises:
         ImportError: numba is not installed.
@@ -82,11 +111,13 @@ def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[...
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{label}_{digest}"
         # Only the main function is called from Python, and the others are compiled into it. So only
-        # the main function is cached. No function allocates memory, so reference counting (_nrt) is
-        # turned off, which halves the run time.
-        compiled: Callable[..., Any] = njit(
-            function, cache=function.__name__ == main.__name__, **common
-        )
+        # the main function is cached, and the others need no wrappers for calls from Python or C,
+        # which would take a fifth of the time to compile. No function allocates memory, so
+        # reference counting (_nrt) is turned off, which halves the run time.
+        is_main = function.__name__ == main.__name__
+        wrappers = ("no_cpython_wrapper", "no_cfunc_wrapper")
+        inner: dict[str, Any] = {} if is_main else dict.fromkeys(wrappers, True)
+        compiled: Callable[..., Any] = njit(function, cache=is_main, **inner, **common)
         return compiled
 
     return jit

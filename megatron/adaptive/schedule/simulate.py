@@ -129,11 +129,13 @@ class SimResult:
 
     def to_schedule(self, name: str) -> Schedule:
         """Returns the simulated orders as a static schedule that other runs can follow."""
+        slices = self.workload.num_slices
+        assert isinstance(slices, int)  # no caller turns unequal slices into a static schedule
         return Schedule(
             name=name,
             placement=self.placement,
             num_microbatches=self.num_microbatches,
-            num_slices=self.workload.num_slices,
+            num_slices=slices,
             orders=self.orders,
         )
 
@@ -242,7 +244,7 @@ def run_states(
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
-        num_microbatches=workload.durations_ps.shape[2] // workload.num_slices,
+        num_microbatches=workload.num_microbatches,
         weight_pieces=states[0].weight_pieces,
         workload=workload,
         codes=_cut(world.codes, totals),

@@ -24,6 +24,7 @@ from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.config.schema_files import check_form
 from megatron.adaptive.config.sequence_slices import SliceCut, cut_points
 from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.schedule.action import SliceCounts
 from megatron.adaptive.schedule.schedule import check_num_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
@@ -183,8 +184,46 @@ class Workload:
     occupancy_ps: Any
     exchanges_ps: Any = None
     cuts: int = 0
-    num_slices: int = 1
+    num_slices: SliceCounts = 1
     sizes: tuple[float, ...] = ()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Returns the number of microbatches of the step, each of one or several slices."""
+        if not isinstance(self.num_slices, int):
+            return len(self.num_slices)
+        items: int = self.durations_ps.shape[2]
+        return items // self.num_slices
+
+
+def work_of_items(
+    placement: Placement,
+    seconds: Any,
+    link: Link,
+    links: Mapping[tuple[int, int], Link],
+    num_slices: SliceCounts,
+) -> Workload:
+    """Returns the times of a step whose actions have given durations.
+
+    Args:
+        placement: Assignment of pipeline stages to ranks.
+        seconds: Duration of each F, B and W, ``[3, stages, slices of all microbatches]``.
+        link: Delays of a slice's message between any two ranks that ``links`` does not list.
+        links: Delays of particular links, by ``(from rank, to rank)``.
+        num_slices: Number of slices of each microbatch.
+    """
+    latency, occupancy = _links(placement, link, links)
+    delays = np.broadcast_to(latency[:, :, None], (2, placement.num_stages, seconds.shape[2]))
+
+    def in_ps(values: Any) -> Any:
+        return np.rint(values * PS_PER_S).astype(np.int64)
+
+    return Workload(
+        durations_ps=in_ps(seconds),
+        delays_ps=in_ps(delays),
+        occupancy_ps=in_ps(occupancy),
+        num_slices=num_slices,
+    )
 
 
 def draw(

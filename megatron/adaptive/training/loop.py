@@ -42,6 +42,7 @@ from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.hook import Hook
 from megatron.adaptive.training.interval_probe import IntervalProbe
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
+from megatron.adaptive.training.slice_lengths import SliceLengths
 
 
 class Trainer:
@@ -67,6 +68,7 @@ class Trainer:
         self._hooks: list[Hook] = [
             recorder,
             Rebalancing(live),
+            SliceLengths(live),
             profiler,
             Reporting(live),
             Probing(live),
@@ -126,7 +128,7 @@ class Trainer:
             num_microbatches = len(microbatches)  # packing may make fewer microbatches
         num_traced = num_microbatches
         lengths = getattr(microbatches, "contents", ())
-        if live.config.schedule.slice_tokens is not None and run.slices is not None:
+        if live.config.slice_tokens is not None and run.slices is not None:
             # A trace counts slices as microbatches if their number differs between steps, and all
             # are equally long.
             run.slices.plan(lengths)
@@ -253,6 +255,30 @@ class TrainingRun:
             self.dealing.finish()
         del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
 
+    def rebuild(self, iteration: int, release: Callable[[], None], **changes: Any) -> Run:
+        """Replaces the run by one with other stages or slices, and the same state. Collective.
+
+        Connects the loader to the new trace. The rank that now has the loss writes the log.
+
+        Args:
+            iteration: Number of the last iteration.
+            release: Callback that drops all references to the run, with :meth:`release`.
+            **changes: Arguments of ``move_stages``.
+
+        Raises:
+            DeviceMemoryError: A rank lacks memory. If the run still exists, it is unchanged.
+        """
+        self.checkpoints.saver.wait()
+        self.report_position(f"the move of layers after iteration {iteration}")
+        moved = move_stages([self.run], release, **changes)
+        self.adopt(moved)
+        self.connect(moved)
+        self.close_loader()
+        self.open_loader()
+        job = moved.job
+        self.log.hand_over(self.progress.iteration, is_writer=job.is_writer, gather=job.gather)
+        return moved
+
     @property
     def is_finished(self) -> bool:
         """Whether no training steps are left."""
@@ -335,7 +361,8 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        is_tuned = settings.pipeline_schedule == "auto"
+        # The length of slices is chosen together with the rest of the schedule.
+        is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
             live.log.message(f"  layers stay where they are, because ranks measure {SLICES}")
@@ -394,25 +421,20 @@ class Rebalancing(RunHook):
             return
         live = self._live
         begin_s = time.perf_counter()
-        live.checkpoints.saver.wait()
-        live.report_position(f"the move of layers after iteration {iteration}")
         order = due.move if isinstance(due, Decision) else None
         former = live.run.placement.kind
         kind = former if order is None else order.placement.kind
         partition = None if isinstance(due, NextTrial) else due.partition
         slices = _other_slices(due, live.config.num_slices)
         try:
-            moved = move_stages(
-                [live.run], self._release, kind=kind, partition=partition, slices=slices
+            moved = live.rebuild(
+                iteration, self._release, kind=kind, partition=partition, slices=slices
             )
         except DeviceMemoryError as error:
             if not hasattr(live, "run"):
                 raise
             self._stay(due, error)
             return
-        live.adopt(moved)
-        live.connect(moved)
-        self._continue_in_new_files()
         seconds = time.perf_counter() - begin_s
         if slices is not None:
             self._log.report(recut=iteration, slices=slices, seconds=seconds)
@@ -457,14 +479,6 @@ class Rebalancing(RunHook):
         self._log.message(f"  the stages stay as they are, without {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
-
-    def _continue_in_new_files(self) -> None:
-        """Connects the loader to the new trace; the rank that now has the loss writes the log."""
-        live = self._live
-        job = self._live.run.job
-        live.close_loader()
-        live.open_loader()
-        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:

@@ -149,7 +149,7 @@ class GlooTransport:
         payload = settled(tensor.detach().to("cpu"))
         if not self._fits(tuple(payload.shape), payload.dtype):
             raise TransportError(
-                f"{label.action} for {self._describe(peer)} has shape {tuple(payload.shape)} of "
+                f"{label.name} for {self._describe(peer)} has shape {tuple(payload.shape)} of "
                 f"{payload.dtype}, but this channel was opened for {self._shape} of "
                 f"{self._dtype}; open it without a fixed shape"
             )

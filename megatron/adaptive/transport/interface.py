@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.adaptive.errors import TransportError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +335,23 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank."""
+    """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank.
+
+    Attributes:
+        step: Number of the step.
+        action: Action whose input the message is.
+        num_slices: Number of slices of each microbatch, to name the action in errors. Known only to
+            the sender, and not compared.
+    """
 
     step: int
     action: Action
+    num_slices: SliceCounts = field(default=1, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Returns the label of the action, such as ``F0-3.5`` for a slice."""
+        return self.action.label(self.num_slices)
 
 
 @dataclass(frozen=True, slots=True)

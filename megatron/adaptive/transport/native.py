@@ -134,8 +134,8 @@ class NativeTransport:
         action = label.action
         if not tensor.is_cpu:
             raise TransportError(
-                f"{action} for {self._describe(peer)} is on {tensor.device}, but this transport "
-                "was made for tensors of the CPU; make it with that device"
+                f"{label.name} for {self._describe(peer)} is on {tensor.device}, but this "
+                "transport was made for tensors of the CPU; make it with that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
         tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant

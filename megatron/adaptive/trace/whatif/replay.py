@@ -19,6 +19,8 @@ import numpy as np
 
 from megatron.adaptive.schedule.catalog import Candidate, make_candidate
 from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.numba_kernels import saves_time
+from megatron.adaptive.schedule.policy import rule_of
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
 from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.trace_format import TraceHeader
@@ -40,11 +42,6 @@ ALIKE = 0.1
 
 Both use the recorded durations. A larger difference means that the simulated rule had another limit
 on activation memory than the run, or that the trace's spans do not cover all the time of the step.
-"""
-MANY_ACTIONS = 60_000
-"""Number of actions above which compiled code simulates a step.
-
-For fewer actions, plain Python is faster, because compiled code takes time to start.
 """
 
 
@@ -224,7 +221,10 @@ def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, act
         occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
         num_slices=candidate.num_slices,
     )
-    return candidate.simulate(work, compiled=actions > MANY_ACTIONS).makespan_s
+    policies = candidate.policies(work.num_microbatches)
+    shared = rule_of(policies)
+    compiled = shared is not None and saves_time(shared[0], actions)
+    return candidate.simulate(work, compiled=compiled, policies=policies).makespan_s
 
 
 def rule_saves_s(

@@ -1,0 +1,239 @@
+"""Implements ``--slice-tokens auto``: measures slices of two lengths and chooses by simulation.
+
+Steps 2 to 4 are measured with the first length of slices; step 1 is warm-up. The same number of
+steps is measured with slices of the next longer length. Then rank 0 simulates the documents of the
+measured steps with each length (``schedule/choose_slice_tokens.py``), while all other ranks wait.
+Losses and gradients depend neither on the length of slices nor on the order of actions.
+
+The training loop builds the run again with the length and the placement that were chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.adaptive.config.sequence_slices import Cut, SliceRule
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.loader import Batching
+from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.stages import ForwardBackward
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.gpt.setup import Run, batching_of, payload_shape
+from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
+from megatron.adaptive.rebalance.auto_schedule import FIRST, LAST, measure_neighbours, memory_of
+from megatron.adaptive.rebalance.microbatch_dealing import make_dealer
+from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.choose_slice_tokens import (
+    Setting,
+    Timed,
+    TokensChoice,
+    choose_tokens,
+)
+from megatron.adaptive.schedule.choose_slices import memory_factor
+from megatron.adaptive.schedule.stage_placement import Placement
+
+
+@dataclass(kw_only=True)
+class LengthTrial:
+    """Holds what one rank has measured of slices of one length.
+
+    Attributes:
+        tokens: Number of tokens of a slice.
+        sample: Memory and links of this rank. Times are in ``actions`` instead.
+        actions: Measured actions by kind and pipeline stage.
+        row_tokens: Mean number of tokens of this rank's microbatches in the last measured step.
+        lengths: Numbers of tokens of the documents of each measured step, on all replicas.
+    """
+
+    tokens: int
+    sample: Sample
+    actions: dict[tuple[ActionKind, int], list[Timed]] = field(default_factory=dict)
+    row_tokens: float = 0.0
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class LengthTuner:
+    """Measures the first steps, and chooses the length of slices. Every rank has one.
+
+    Args:
+        run: Run to measure.
+        before: Measurements of all ranks with another length, ``None`` for the first length.
+        say: Function that writes a line to the log; it is called on all ranks.
+    """
+
+    def __init__(
+        self, run: Run, before: Sequence[LengthTrial] | None, say: Callable[[str], None]
+    ) -> None:
+        self._run = run
+        self._before = before
+        self._say = say
+        self._steps = 0
+        tokens = run.job.config.slice_tokens
+        assert tokens is not None  # this class is for --slice-tokens auto
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._trial = LengthTrial(tokens=tokens, sample=Sample(pp_rank=pp_rank))
+        self.trials: list[LengthTrial] = []
+
+    def after_step(self, times: RankTimes, lengths: Sequence[int]) -> TokensChoice | None:
+        """Adds the times of a training step. After the last measured step, makes a decision.
+
+        The call after the last measured step is collective.
+
+        Args:
+            times: Durations of this rank's actions in the step.
+            lengths: Numbers of tokens of the step's documents, on all replicas.
+
+        Returns:
+            Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
+            The first decision is to measure another length. ``trials`` then has the measurements
+            of all ranks for the tuner of that length.
+        """
+        self._steps += 1
+        if not FIRST <= self._steps <= LAST:
+            return None
+        self._add(times, lengths)
+        if self._steps < LAST:
+            return None
+        run = self._run
+        job, engine = run.job, run.forward_backward
+        assert isinstance(engine, ForwardBackward)
+        sample = self._trial.sample
+        sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(job, engine, run.chunks)
+        sample.links = measure_neighbours(
+            job,
+            engine.orders.placement,
+            dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+            None if run.wiring is None else run.wiring.transport,
+            payload_shape=payload_shape(job.config),
+            payload_dtype=run.core.pipeline_dtype,
+            timeout_s=job.config.schedule.pipeline_timeout_s,
+        )
+        self.trials = job.gather(self._trial)
+        if self._before is None:
+            return job.on_first(self._next_length)
+        self._say(f"auto simulates lengths for at most {LIMIT_S:g} s; all ranks wait for rank 0")
+        return job.on_first(self._choose_in_time)
+
+    def _add(self, times: RankTimes, lengths: Sequence[int]) -> None:
+        slices, placement = self._run.slices, self._run.placement
+        assert slices is not None
+        totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
+        for action, nanoseconds in times.actions:  # a W may be in several pieces
+            totals[action.kind, action.chunk, action.microbatch] += nanoseconds
+        trial = self._trial
+        for (kind, chunk, item), nanoseconds in totals.items():
+            stage = placement.stage_of(trial.sample.pp_rank, chunk)
+            timed = Timed(*slices.work(item), nanoseconds / 1e9)
+            trial.actions.setdefault((kind, stage), []).append(timed)
+        trial.lengths.append(tuple(lengths))
+        sizes = slices.sizes or (0.0,)
+        trial.row_tokens = sum(sizes) / max(1, slices.num_microbatches)
+
+    def _next_length(self) -> TokensChoice:
+        lengths = self._run.job.config.tokens_to_choose
+        present = self._trial.tokens
+        index = lengths.index(present)
+        after = lengths[index - 1 if index else 1]
+        text = f"auto has measured slices of {present} tokens, and measures {after} next"
+        return TokensChoice(tokens=after, candidate=None, text=text)
+
+    def _choose_in_time(self) -> TokensChoice:
+        present = self._trial.tokens
+        busy = f"auto keeps slices of {present} tokens: no step was simulated within {LIMIT_S:g} s"
+        engine = self._run.forward_backward
+        assert isinstance(engine, ForwardBackward)
+        stay = TokensChoice(
+            tokens=present,
+            candidate=replace(engine.orders.candidate(1), cap=self._cap),
+            text=f"{busy}, as the processors are busy",
+        )
+        try:
+            return result_within(LIMIT_S, self._choose, stay)
+        except ScheduleError as error:
+            return replace(stay, text=f"auto keeps slices of {present} tokens: {error}")
+
+    @property
+    def _cap(self) -> float | None:
+        return self._run.job.config.schedule.activation_cap
+
+    def _choose(self) -> TokensChoice:
+        assert self._before is not None
+        config = self._run.job.config
+        engine = self._run.forward_backward
+        assert isinstance(engine, ForwardBackward)
+        trials = [*self._before, *self.trials]
+        lanes: dict[tuple[ActionKind, int], list[Timed]] = defaultdict(list)
+        for trial in trials:
+            for lane, rows in trial.actions.items():
+                lanes[lane] += rows
+        present = engine.orders.placement
+        profile = profile_of([trial.sample for trial in self.trials], present)
+        latest = self._trial
+        setting = Setting(
+            placements=self._placements(present),
+            weight_pieces=engine.orders.weight_pieces,
+            link=profile.link,
+            links=profile.links,
+            link_tokens=latest.tokens,
+            room=lambda tokens, placement: self._room(present, tokens, placement),
+            cap=self._cap,
+        )
+        steps = self._before[0].lengths + latest.lengths
+        others = [tokens for tokens in config.tokens_to_choose if tokens != latest.tokens]
+        return choose_tokens(
+            [latest.tokens, *others],
+            lanes,
+            lambda tokens: [costliest_replica(config, tokens, lengths) for lengths in steps],
+            setting,
+            time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
+        )
+
+    def _placements(self, present: Placement) -> list[Placement]:
+        if self._run.job.config.schedule.pipeline_placement is None and present.num_chunks == 2:
+            return [present, replace(present, kind="loop" if present.kind == "v" else "v")]
+        return [present]
+
+    def _room(self, present: Placement, tokens: int, placement: Placement) -> float:
+        """Returns the number of tokens whose activations all ranks can hold."""
+        longest = self._run.job.config.model.seq_length
+        counts = [-(-longest // length) for length in (tokens, self._trial.tokens)]
+        most = most_of([trial.sample for trial in self.trials], present, placement)
+        most /= memory_factor(*counts)
+        row_tokens = max(trial.row_tokens for trial in self.trials)
+        if placement == present and tokens <= self._trial.tokens:
+            # This is what runs now, or with less memory, so the longest row fits.
+            return max(most * row_tokens, float(longest + self._trial.tokens))
+        return most * row_tokens
+
+
+def costliest_replica(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
+    """Returns the microbatches of the replica that has most work in a step, in running order.
+
+    Args:
+        config: Settings of the run.
+        tokens: Number of tokens of a slice.
+        lengths: Numbers of tokens of the step's documents, on all replicas.
+    """
+    schedule = replace(config.schedule, chosen_tokens=tokens)
+    config = replace(config, schedule=schedule)
+    batching: Batching = batching_of(config).for_step(lengths)
+    rule = config.slice_rule
+    assert isinstance(rule, SliceRule)
+    rows = [[lengths[sample] for sample in row] for row in batching.plan(lengths)]
+    replicas = batching.replicas
+    shares: Sequence[Sequence[int]] = [range(n, len(rows), replicas) for n in range(replicas)]
+    if config.balance != "off":
+        shares = make_dealer(config).deal([batching.size_of(row) for row in rows])
+
+    def tokens_and_pairs(share: Sequence[int]) -> float:
+        return sum(config.cost_of(*batching.size_of(rows[number])) for number in share)
+
+    share = max(shares, key=tokens_and_pairs)
+    return [rule.cut(batching.positions(rows[number]), rows[number]) for number in share]

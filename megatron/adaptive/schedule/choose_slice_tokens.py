@@ -1,0 +1,300 @@
+"""Chooses the length of slices by simulation, for ``--slice-tokens auto``.
+
+The first steps run with two lengths of slices, such as 256 and 512 tokens. All documents of a step
+are known, and so is each slice. On each stage the time of an action is fitted as::
+
+    fixed + per_token * tokens + per_pair * pairs          pairs: tokens that attend to each other
+
+The pairs differ between slices of one length, but the tokens do not. So slices of a second length
+are needed to separate the fixed time from the time per token. With these times, the documents of
+the measured steps are packed and simulated with each length, under the run-time rule with several
+limits on activations and, if stages may move, both placements. The length with the shortest steps
+is chosen. If several lengths give nearly the same step time, the longest of them is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.adaptive.config.sequence_slices import Cut
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import ActionKind, SliceCounts, item_count, mean_slices
+from megatron.adaptive.schedule.catalog import Candidate
+from megatron.adaptive.schedule.memory_caps import default_cap, with_rounding
+from megatron.adaptive.schedule.numba_kernels import saves_time
+from megatron.adaptive.schedule.policy import rule_of
+from megatron.adaptive.schedule.rank_state import whole_sizes
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import Link, work_of_items
+
+_ALIKE = 0.01
+"""Relative difference up to which two step times are treated as equal."""
+_GAIN = 0.005
+"""Minimum relative gain of a setting over those before it, which need less memory."""
+_FAR = 3.0
+"""Times that miss the fit by more than this many median misses are left out of the second fit."""
+
+
+class Timed(NamedTuple):
+    """Holds the time of an action on one slice.
+
+    Attributes:
+        tokens: Number of tokens of the slice.
+        pairs: Number of pairs of tokens in the slice that attend to each other.
+        seconds: Duration of the action.
+    """
+
+    tokens: float
+    pairs: float
+    seconds: float
+
+
+class CostParts(NamedTuple):
+    """Holds the parts of an action's time, in seconds.
+
+    Attributes:
+        fixed_s: Time of each action, however short its slice is.
+        token_s: Time per token.
+        pair_s: Time per pair of tokens that attend to each other.
+    """
+
+    fixed_s: float
+    token_s: float
+    pair_s: float
+
+
+Lanes = Mapping[tuple[ActionKind, int], Sequence[Timed]]
+"""Measured actions by kind and pipeline stage."""
+Parts = Mapping[tuple[ActionKind, int], CostParts]
+"""Fitted times by kind and pipeline stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Describes the pipeline for which a length is chosen.
+
+    Attributes:
+        placements: Placements of the stages to compare, the current one first.
+        weight_pieces: Number of W actions per weight gradient; 0 if B computes weight gradients.
+        link: Delays between any two ranks that ``links`` does not list, for ``link_tokens`` tokens.
+        links: Delays of particular links, by ``(from rank, to rank)``.
+        link_tokens: Number of tokens in the messages with which links were measured.
+        room: Function that takes a length of slices and a placement. It returns the number of
+            tokens whose activations all ranks can hold.
+        cap: User's limit on the microbatches that a rank holds, ``None`` if there is none.
+    """
+
+    placements: Sequence[Placement]
+    weight_pieces: int
+    link: Link
+    links: Mapping[tuple[int, int], Link]
+    link_tokens: int
+    room: Callable[[int, Placement], float]
+    cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensChoice:
+    """Holds the chosen length of slices.
+
+    Attributes:
+        tokens: Number of tokens of each slice.
+        candidate: Rule with the settings to run; ``None`` if the length is only measured next.
+        text: Decision as a line for the log.
+    """
+
+    tokens: int
+    candidate: Candidate | None
+    text: str
+
+
+def fit(rows: Sequence[Timed]) -> CostParts:
+    """Fits the parts of an action's time, none of them negative, to measured times.
+
+    Times that are far from a first fit, such as those of interrupted actions, are left out.
+
+    Args:
+        rows: Measured actions, at least one.
+    """
+    table = np.array(rows, dtype=float)
+    parts = _least_squares(table)
+    misses = np.abs(table[:, 2] - _terms(table) @ parts)
+    near = misses <= max(_FAR * float(np.median(misses)), 1e-12)
+    return CostParts(*map(float, _least_squares(table[near])))
+
+
+def _terms(table: Any) -> Any:
+    return np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]])
+
+
+def _least_squares(table: Any) -> Any:
+    """Returns the non-negative parts with the smallest sum of squared misses."""
+    terms, seconds = _terms(table), table[:, 2]
+    sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
+    best, least = np.zeros(3), float(seconds @ seconds)
+    subsets = (itertools.combinations(range(3), number) for number in (1, 2, 3))
+    for subset in map(list, itertools.chain.from_iterable(subsets)):
+        scaled = terms[:, subset] / sizes[subset]
+        solution, _, rank, _ = np.linalg.lstsq(scaled, seconds, rcond=1e-6)
+        if rank < len(subset) or solution.min() < 0:
+            continue
+        missed = seconds - scaled @ solution
+        # Further parts must explain more than rounding.
+        if (squares := float(missed @ missed)) < least * (1 - 1e-9):
+            least = squares
+            best = np.zeros(3)
+            best[subset] = solution / sizes[subset]
+    return best
+
+
+def choose_tokens(
+    lengths: Sequence[int],
+    lanes: Lanes,
+    cuts_of: Callable[[int], Sequence[Sequence[Cut]]],
+    setting: Setting,
+    until_s: float,
+) -> TokensChoice:
+    """Chooses the length of slices whose fastest setting has the shortest simulated steps.
+
+    Args:
+        lengths: Numbers of tokens to simulate. The first one is simulated even after ``until_s``.
+        lanes: Measured actions.
+        cuts_of: Function that takes a number of tokens. It returns the microbatches of each
+            simulated step, in the order in which they run.
+        setting: Description of the pipeline.
+        until_s: Value of ``time.monotonic`` after which nothing more is simulated.
+
+    Raises:
+        ScheduleError: No setting fits into memory with any of the lengths.
+    """
+    parts = {lane: fit(rows) for lane, rows in lanes.items() if rows}
+    best: dict[int, tuple[float, Candidate]] = {}
+    planned = 0
+    for tokens in lengths:
+        if best and time.monotonic() >= until_s:
+            break
+        steps = cuts_of(tokens)
+        for placement in setting.placements:
+            works = [_Step.of(cuts, parts, placement, setting, tokens) for cuts in steps]
+            offered = list(_candidates(works, placement, setting, tokens))
+            planned += len(offered) * sum(step.num_actions(setting) for step in works)
+            for candidate in offered:
+                # Keep one result of each length that is begun.
+                if tokens in best and time.monotonic() >= until_s:
+                    break
+                step_s = statistics.fmean(step.seconds(candidate, planned) for step in works)
+                if tokens not in best or step_s < best[tokens][0] * (1 - _GAIN):
+                    best[tokens] = step_s, candidate
+    if not best:
+        raise ScheduleError(
+            f"no slices of {lengths[0]} tokens or another length fit into memory; lower "
+            "--seq-length or recompute activations"
+        )
+    least_s = min(step_s for step_s, _ in best.values())
+    chosen = max(n for n, (step_s, _) in best.items() if step_s <= least_s * (1 + _ALIKE))
+    listed = ", ".join(f"{n}: {best[n][0] * 1e3:.4g} ms" for n in sorted(best))
+    step_s, candidate = best[chosen]
+    text = (
+        f"auto takes slices of {chosen} tokens, {candidate}: simulated step {step_s * 1e3:.4g} ms; "
+        f"simulated steps by tokens of a slice: {listed}"
+    )
+    return TokensChoice(tokens=chosen, candidate=candidate, text=text)
+
+
+class _Step(NamedTuple):
+    """Holds one step to simulate.
+
+    Attributes:
+        work: Times of all actions and messages.
+        counts: Number of slices of each microbatch.
+        least: Smallest limit on activations, in microbatches of mean size.
+        row_tokens: Mean number of tokens of a microbatch.
+    """
+
+    work: Any
+    counts: SliceCounts
+    least: float
+    row_tokens: float
+
+    @classmethod
+    def of(
+        cls, cuts: Sequence[Cut], parts: Parts, placement: Placement, setting: Setting, tokens: int
+    ) -> _Step:
+        numbers = [len(cut.ends) for cut in cuts]
+        counts: SliceCounts = numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+        items = np.array([cut.work(n) for cut in cuts for n in range(len(cut.ends))], dtype=float)
+        terms = np.column_stack([np.ones(len(items)), items])
+        seconds = np.zeros((3, placement.num_stages, len(items)))
+        for (kind, stage), of_lane in parts.items():
+            seconds[tuple(ActionKind).index(kind), stage] = terms @ np.array(of_lane)
+        share = tokens / setting.link_tokens
+
+        def scaled(link: Link) -> Link:
+            return replace(link, occupancy_s=link.occupancy_s * share)
+
+        links = {pair: scaled(link) for pair, link in setting.links.items()}
+        work = work_of_items(placement, seconds, scaled(setting.link), links, counts)
+        least = max(whole_sizes([1.0] * item_count(len(cuts), counts), counts))
+        return cls(work, counts, least, tokens * mean_slices(counts))
+
+    def num_actions(self, setting: Setting) -> int:
+        """Returns the number of actions on all ranks."""
+        stages_and_items: int = self.work.durations_ps[0].size
+        return stages_and_items * (2 + setting.weight_pieces)
+
+    def seconds(self, candidate: Candidate, planned: int) -> float:
+        """Returns the simulated duration of the step; a cap is raised as in a real step.
+
+        Args:
+            candidate: Rule with its settings.
+            planned: Number of actions in all simulations up to now, and in those planned.
+        """
+        usual = default_cap(candidate.placement, self.num_microbatches, mean_slices(self.counts))
+        cap = max(usual if candidate.cap is None else candidate.cap, self.least)
+        raised = replace(candidate, cap=cap)
+        policies = raised.policies(self.num_microbatches, self.counts)
+        shared = rule_of(policies)
+        compiled = shared is not None and saves_time(shared[0], planned)
+        return raised.simulate(self.work, compiled=compiled, policies=policies).makespan_s
+
+    @property
+    def num_microbatches(self) -> int:
+        """Returns the number of microbatches of the step."""
+        total: int = self.work.num_microbatches
+        return total
+
+
+def _candidates(
+    steps: Sequence[_Step], placement: Placement, setting: Setting, tokens: int
+) -> Iterator[Candidate]:
+    """Yields the settings of the run-time rule that fit into memory in each of the steps."""
+    room = setting.room(tokens, placement)
+    most = min(room / step.row_tokens for step in steps)
+    if most < max(step.least for step in steps):
+        return
+    if setting.cap is not None:
+        most = min(most, setting.cap)
+    usual = max(
+        default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
+    )
+    # Without a number, each step has the default cap for its own microbatches.
+    caps: list[float | None] = [None] if usual <= with_rounding(most) else []
+    caps += [cap for cap in (usual / 1.5, 2 * usual) if 1 <= cap <= with_rounding(most)]
+    if setting.cap is not None or not caps:
+        caps = [most]
+    for cap in caps:
+        for shares in (True, False)[: placement.num_chunks]:
+            yield Candidate(
+                name="adaptive",
+                placement=placement,
+                weight_pieces=setting.weight_pieces,
+                cap=cap,
+                shares=shares,
+            )

@@ -1,0 +1,78 @@
+"""Hook of the training loop that chooses the length of slices, for ``--slice-tokens auto``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from megatron.adaptive.engine.stages import ForwardBackward
+from megatron.adaptive.errors import DeviceMemoryError
+from megatron.adaptive.rebalance.auto_slice_tokens import LengthTrial, LengthTuner
+from megatron.adaptive.schedule.choose_slice_tokens import TokensChoice
+from megatron.adaptive.training.hook import Hook
+
+if TYPE_CHECKING:
+    from megatron.adaptive.training.logging import TrainedStep
+    from megatron.adaptive.training.loop import TrainingRun
+
+
+class SliceLengths(Hook):
+    """Measures the first steps with two lengths of slices, and changes to the length chosen.
+
+    Does nothing unless ``--slice-tokens`` is ``auto``. All ranks make the same decisions. A
+    decision takes effect before the next step.
+    """
+
+    def __init__(self, live: TrainingRun) -> None:
+        self._live = live
+        self._due: TokensChoice | None = None
+        self._tuner: LengthTuner | None = None
+        self._trials: list[LengthTrial] = []
+        if live.config.tokens_to_choose and not live.config.run.skip_train:
+            self._tuner = self._make_tuner(None)
+
+    def _make_tuner(self, before: list[LengthTrial] | None) -> LengthTuner:
+        return LengthTuner(self._live.run, before, self._say)
+
+    def _say(self, text: str) -> None:
+        self._live.log.message(f"  {text}")
+
+    def after_step(self, step: TrainedStep) -> None:
+        times = self._live.step.times
+        if self._tuner is None or times is None or step.load is None:
+            return
+        choice = self._tuner.after_step(times, step.load.lengths)
+        if choice is not None:
+            self._say(choice.text)
+            self._trials, self._tuner = self._tuner.trials, None
+            self._due = choice
+
+    def before_step(self, iteration: int) -> None:
+        due, self._due = self._due, None
+        if due is None:
+            return
+        live, order = self._live, due.candidate
+        kind = live.run.placement.kind if order is None else order.placement.kind
+        is_same = kind == live.run.placement.kind
+        trials, self._trials = self._trials, []
+        if due.tokens != live.config.slice_tokens or not is_same:
+            begin_s = time.perf_counter()
+            try:
+                live.rebuild(
+                    iteration, live.release, kind=None if is_same else kind, tokens=due.tokens
+                )
+            except DeviceMemoryError as error:
+                if not hasattr(live, "run"):
+                    raise
+                self._say(f"slices stay as long as they are: {error}")
+                return
+            seconds = time.perf_counter() - begin_s
+            live.log.report(recut=iteration, slice_tokens=due.tokens, seconds=seconds)
+            where = "" if is_same else f", and stages are placed in a {kind}"
+            self._say(f"slices now have {due.tokens} tokens{where}: built again in {seconds:.2f} s")
+        if order is None:
+            self._tuner = self._make_tuner(trials)
+            return
+        engine = live.run.forward_backward
+        assert isinstance(engine, ForwardBackward)
+        engine.use(order)
