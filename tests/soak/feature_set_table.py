@@ -72,8 +72,7 @@ def _feature_set(line: str, short: dict[str, str]) -> FeatureSet:
 def _expanded(word: str, short: dict[str, str]) -> list[str]:
     if not word.startswith("{"):
         return [word]
-    text = short[word]
-    return [text] if text.startswith("{") else text.split()  # a flag's value in JSON is one word
+    return short[word].split()
 
 
 def _read(text: str) -> dict[str, FeatureSet]:

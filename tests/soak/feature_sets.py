@@ -17,8 +17,8 @@ has one line for each set:
     FAILS       the engine ended otherwise
 
 Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set.
-Modules that the tree needs and this environment lacks (``six`` for 0.16, triton for 0.19) may be in
-folders of PYTHONPATH.
+Modules that the tree needs and this environment lacks (``six`` for 0.16) may be in folders of
+PYTHONPATH; ``prerequisite.sh --versions`` unpacks triton.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from typing import Any
 
 from tests.multiprocess.launch import ROOT, Forkserver, Ranks
 from tests.soak.feature_set_table import SETS, FeatureSet
+from tests.support.core_trees import UNPACKED
 
 TREE = "MEGATRON_LM"
 """Environment variable that names the checkout of Megatron-LM if ``--tree`` does not."""
@@ -102,17 +103,16 @@ class Tree:
     Attributes:
         path: Folder of the tree.
         folder: Folder for the logs and notes of all runs.
-        fresh: Whether ranks are new processes, as a user's are, instead of forks of one.
     """
 
     path: Path
     folder: Path
-    fresh: bool = False
     _own: dict[tuple[object, ...], Run] = field(default_factory=dict)
     _server: Forkserver | None = None
 
     def __post_init__(self) -> None:
-        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        others = [*os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        others += map(str, UNPACKED.glob("triton==*"))
         folders = [str(self.path), str(ROOT), *(name for name in others if name)]
         self._python_path = os.pathsep.join(dict.fromkeys(folders))
         self._compile_helpers()
