@@ -401,3 +401,53 @@ def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, An
 def test_with_cuda_nothing_is_substituted() -> None:
     assert not accelerator.install()
     assert torch.zeros(1, device="cuda").is_cuda
+
+
+# A Megatron-LM of which only the start is there; up to 0.16 it asks the CUDA compiler.
+TRAINER = {
+    "core/__init__.py": "",
+    "training/__init__.py": "",
+    "training/initialize.py": """
+import torch
+
+def initialize_megatron(extra_args_provider=None, allow_no_cuda=False):
+    if not allow_no_cuda:
+        assert torch.cuda.is_available(), "Megatron requires CUDA."
+    return torch.cuda.device_count()
+""",
+    "legacy/__init__.py": "",
+    "legacy/fused_kernels/__init__.py": """
+CUDA_HOME = None
+
+def load(args):
+    raise TypeError(CUDA_HOME + "/bin/nvcc")
+""",
+}
+STARTS = """
+import sys, torch
+from megatron.adaptive import without_cuda
+without_cuda.install()
+from megatron.legacy import fused_kernels
+from megatron.training.initialize import initialize_megatron
+fused_kernels.load(None)
+print(initialize_megatron(extra_args_provider=print), torch.cuda.device_count())
+"""
+
+
+@without_gpu
+def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
+    """``pretrain_gpt.py`` ended with "Megatron requires CUDA." and with 0.16 without a reason: it
+    joined CUDA's folder, which is None, to the compiler's name."""
+    for name, text in TRAINER.items():
+        path = tmp_path / "megatron" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "1 0\n", done.stderr  # one device for Megatron-LM, none for others

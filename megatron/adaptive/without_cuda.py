@@ -103,12 +103,15 @@ def install() -> bool:
     _substitute_grouped_products(finder)
     _substitute_exchanged_parts(finder)
     _substitute_unequal_parts(finder)
+    _adapt_trainer(finder)
     sys.meta_path.insert(0, finder)
     return True
 
 
 def install_for_trainer() -> bool:
     """Lets Megatron-LM's own trainer also run without CUDA; does nothing with CUDA.
+
+    Importing ``megatron.training.initialize`` after :func:`install` calls this function.
 
     Returns:
         Whether the substitutes are installed.
@@ -200,11 +203,14 @@ class Finder(importlib.abc.MetaPathFinder):
         builtins: Built-in names for modules of Megatron-LM; ``__import__`` returns stand-ins. A
             module with this dictionary as its ``__builtins__`` has the substitutes.
         constants: Maps string constants in the code of Megatron-LM to their replacements.
+        adaptations: Maps the name of a module of Megatron-LM to the function that changes this
+            module right after its import.
     """
 
     def __init__(self) -> None:
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
         self.constants: dict[Any, Any] = {}
+        self.adaptations: dict[str, Callable[[types.ModuleType], None]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._substitutes: dict[str, dict[str, Any]] = {}
         self._programs: list[dict[str, Any]] = []
@@ -338,6 +344,13 @@ class _Loader(SourceFileLoader):
         module.__dict__["__builtins__"] = self._finder.builtins
         return module
 
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Runs a module's code, and then the module's adaptation if it has one."""
+        super().exec_module(module)
+        adapt = self._finder.adaptations.get(module.__name__)
+        if adapt is not None:
+            adapt(module)
+
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
     """Returns a constant of a code object, with strings replaced in it and its nested constants."""
@@ -362,7 +375,8 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    # Paths of pathlib take a quarter of a second for the thousands of modules of a program.
+    return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
 def _uses_megatron(namespace: dict[str, Any]) -> bool:
@@ -581,6 +595,26 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     finder.substitutes("torch.distributed").update(
         all_gather=all_gather, reduce_scatter=reduce_scatter
     )
+
+
+def _adapt_trainer(finder: Finder) -> None:
+    """Lets the start of Megatron-LM's own trainer succeed without CUDA.
+
+    Its ``initialize_megatron`` ends with an assertion unless ``allow_no_cuda`` is set. Up to 0.16
+    it also runs the CUDA compiler, to compile kernels that it no longer has.
+    """
+
+    def initialize(module: Any) -> None:
+        install_for_trainer()
+        module.initialize_megatron = functools.partial(
+            module.initialize_megatron, allow_no_cuda=True
+        )
+
+    def compile_nothing(module: Any) -> None:
+        module.load = lambda args: None
+
+    finder.adaptations["megatron.training.initialize"] = initialize
+    finder.adaptations["megatron.legacy.fused_kernels"] = compile_nothing
 
 
 class _AnyIndex(tuple[Any, ...]):

@@ -35,6 +35,7 @@ WORKER = Path(__file__).with_name("worker.py")
 TIMED_LAYERS = ROOT / "tests" / "support" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
+SERVER = ("-m", "megatron.adaptive.cluster.rank_forkserver")
 SOCKET = "TESTS_NODE_FORKSERVERS"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 120.0
@@ -48,19 +49,19 @@ class Forkserver:
 
     Args:
         python_path: Folders from which it imports before the environment.
+        program: Program that serves, if ranks need other imports than those of a node.
     """
 
-    def __init__(self, python_path: str) -> None:
+    def __init__(self, python_path: str, program: Sequence[str] = SERVER) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tests-forkserver-"))
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
-        module = "megatron.adaptive.cluster.rank_forkserver"
         if python_path == str(ROOT) and SOCKET in os.environ:
             # Tests that another test runs: its server forks this one, with all imports.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(server_end.fileno())],
+                [sys.executable, *program, str(server_end.fileno())],
                 pass_fds=[server_end.fileno()],
                 env=environment(PYTHONPATH=python_path),
                 stdin=subprocess.DEVNULL,

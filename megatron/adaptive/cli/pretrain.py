@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
     from megatron.adaptive import accelerator, plugin
 
     plugin.install()
-    on_cpu = accelerator.install_for_trainer()
+    on_cpu = accelerator.install()
     sys.argv = [sys.argv[0], *(_ON_CPU if on_cpu else ()), *argv]
-    _pretrain(on_cpu)
+    _pretrain()
     return 0
 
 
@@ -77,7 +77,7 @@ def _lacking() -> str:
     )
 
 
-def _pretrain(on_cpu: bool) -> None:
+def _pretrain() -> None:
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
 
@@ -88,10 +88,6 @@ def _pretrain(on_cpu: bool) -> None:
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
         utils.compile_helpers = lambda: None
-    if on_cpu:
-        training.initialize_megatron = functools.partial(
-            training.initialize_megatron, allow_no_cuda=True
-        )
     pretrain_arguments: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets,
         "model_type": ModelType.encoder_or_decoder,

@@ -1,0 +1,294 @@
+"""Trains feature sets of an unmodified Megatron-LM with its own schedule and with this engine.
+
+    python -m tests.soak.feature_sets --tree PATH [--sets NAME,...] [--json FILE] [--logs FOLDER]
+
+PATH is a checkout of Megatron-LM, by default that of the variable MEGATRON_LM. Its
+``pretrain_gpt.py`` runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of
+``feature_sets.txt`` is trained for some steps twice: with ``--pipeline-schedule megatron``, which
+is megatron-core's own loop, and with a schedule of this project. All losses, gradient norms and
+evaluations must be the same to the last bit, and so must the weights of every rank after every
+step. In a V, where ranks hold other layers, losses and norms must be the same to 1e-6. The table
+has one line for each set:
+
+    equal       the numbers are the same
+    refused     the engine ended before the first step, with one line that names the reason
+    own fails   the tree's own schedule does not run here, so there is nothing to compare with
+    DIFFERS     the numbers are not the same
+    FAILS       the engine ended otherwise
+
+Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set.
+Modules that the tree needs and this environment lacks (``six`` for 0.16) may be in folders of
+PYTHONPATH; ``prerequisite.sh --versions`` unpacks triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.multiprocess.launch import ROOT, Forkserver, Ranks
+from tests.soak.feature_set_table import SETS, FeatureSet
+from tests.support.core_trees import UNPACKED
+
+TREE = "MEGATRON_LM"
+"""Environment variable that names the checkout of Megatron-LM if ``--tree`` does not."""
+QUICK = (
+    "adaptive",
+    "zb-h1",
+    "chunks-interleaved",
+    "v-zb",
+    "llama",
+    "experts",
+    "prediction",
+    "bf16",
+)
+PLUGIN = ROOT / "tests" / "plugin"
+LIMIT_S = 180.0
+REL = 1e-6
+"""Largest relative difference of a number in a V."""
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
+    "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 63 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
+    "--attention-dropout 0 --hidden-dropout 0 --distributed-timeout-minutes 2 "
+    # Without CUDA, Transformer Engine and apex.
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion"
+).split()
+_ERROR = re.compile(r"(?:^|\.)(?:[A-Z]\w*(?:Error|Exception|Exit)\b.*|.*error: .*)")
+_OURS = re.compile(r"(?:megatron\.adaptive\.errors\.\w+: |error: )(.*)")
+_NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Holds what one run left.
+
+    Attributes:
+        status: Exit status of the first rank that failed, 0 if none did, ``None`` if the time
+            limit passed.
+        lines: Notes of each rank, one for each step and evaluation.
+        reason: Line of the log that says why the run failed; empty if it did not.
+        is_named: Whether this project raised the error.
+    """
+
+    status: int | None
+    lines: list[list[dict[str, Any]]]
+    reason: str = ""
+    is_named: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank has finished a step."""
+        return any(self.lines)
+
+
+@dataclass
+class Tree:
+    """Runs the script of a tree of Megatron-LM.
+
+    Attributes:
+        path: Folder of the tree.
+        folder: Folder for the logs and notes of all runs.
+    """
+
+    path: Path
+    folder: Path
+    _own: dict[tuple[object, ...], Run] = field(default_factory=dict)
+    _server: Forkserver | None = None
+
+    def __post_init__(self) -> None:
+        others = [*os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        others += map(str, UNPACKED.glob("triton==*"))
+        folders = [str(self.path), str(ROOT), *(name for name in others if name)]
+        self._python_path = os.pathsep.join(dict.fromkeys(folders))
+        self._compile_helpers()
+
+    def run(self, feature_set: FeatureSet, kind: str) -> Run:
+        """Trains a set, ``kind`` being ``own`` or ``engine``; equal runs share their result."""
+        if kind == "engine":
+            return self._train(feature_set, kind, feature_set.engine_flags)
+        key = (feature_set.ranks, feature_set.flags, feature_set.own_flags)
+        if key not in self._own:
+            self._own[key] = self._train(feature_set, kind, feature_set.own_flags)
+        return self._own[key]
+
+    def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
+        folder = self.folder / feature_set.name / kind
+        folder.mkdir(parents=True)
+        log = folder / "log.txt"
+        command = [str(PLUGIN / "user_script.py"), str(self.path / "pretrain_gpt.py")]
+        command += [str(folder / "notes"), *COMMON, *feature_set.flags, *flags]
+        ranks = Ranks(
+            command,
+            world_size=feature_set.ranks,
+            log=log,
+            limit_s=LIMIT_S,
+            python_path=self._python_path,
+            server=self._forkserver(),
+        )
+        try:
+            ended = ranks.wait(LIMIT_S + 5)
+        finally:
+            ranks.kill()
+        status: int | None = next((code for code in ended if code), 0)
+        if not status and len(ended) < feature_set.ranks:
+            status = None
+        notes = [folder / f"notes.{rank}" for rank in range(feature_set.ranks)]
+        lines = [
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            for path in notes
+        ]
+        if status == 0:
+            return Run(status=status, lines=lines)
+        reason, is_named = reason_of(log.read_text(errors="replace"))
+        return Run(status=status, lines=lines, reason=reason, is_named=is_named)
+
+    def _forkserver(self) -> Forkserver:
+        if self._server is None or not self._server.is_alive:
+            server = str(PLUGIN / "script_server.py")
+            self._server = Forkserver(self._python_path, [server])
+        return self._server
+
+    def _compile_helpers(self) -> None:
+        """Compiles the tree's helper for data, which its own makefile does for another Python.
+
+        The makefile asks ``python3`` and ``python3-config`` of the PATH. A virtual environment has
+        no ``python3-config``, so the helper would get the file name of another Python.
+        """
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ.update(PATH=programs, MAKEFLAGS=f"LIBEXT={suffix}")
+        subprocess.run(
+            ["make", "-s", "-C", str(self.path / "megatron/core/datasets")],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+def reason_of(log: str) -> tuple[str, bool]:
+    """Returns the line of a log that says why a run failed, and whether this project wrote it."""
+    errors = [line.strip() for line in log.splitlines() if _ERROR.search(line)]
+    errors = [line for line in errors if not any(noise in line for noise in _NOISE)] or errors
+    for line in errors:
+        if match := _OURS.search(line):
+            return match[1], "megatron.adaptive.errors" in line or line.startswith("rank ")
+    return (errors[0] if errors else "no line of the log has an error"), False
+
+
+def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
+    """Returns the result of a set, and the reason for it."""
+    if reference.status != 0:
+        return "own fails", reference.reason
+    if engine.status != 0:
+        if engine.is_named and not engine.has_begun:
+            return "refused", engine.reason
+        return "FAILS", engine.reason
+    if not any("losses" in line and line["losses"] for lines in reference.lines for line in lines):
+        return "FAILS", "no rank has a loss"
+    for rank, (expected, seen) in enumerate(zip(reference.lines, engine.lines, strict=True)):
+        if len(expected) != len(seen):
+            return "DIFFERS", f"rank {rank}: {len(seen)} notes instead of {len(expected)}"
+        for number, (before, after) in enumerate(zip(expected, seen, strict=True), 1):
+            difference = _difference(before, after, is_close=feature_set.is_v)
+            if difference:
+                return "DIFFERS", f"rank {rank}, note {number}: {difference}"
+    return "equal", f"{sum(map(len, reference.lines))} notes" + " to 1e-6" * feature_set.is_v
+
+
+def _difference(expected: dict[str, Any], seen: dict[str, Any], *, is_close: bool) -> str:
+    for name, value in _flat(expected):
+        other = dict(_flat(seen)).get(name)
+        if value == other or (is_close and (name == "weights" or _is_close(value, other))):
+            continue
+        shown = [_shown(text) for text in (other, value)]
+        return f"{name} is {shown[0]} instead of {shown[1]}"
+    return ""
+
+
+def _flat(note: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in note.items():
+        if isinstance(value, dict):
+            yield from value.items()
+        else:
+            yield name, value
+
+
+def _is_close(first: str, second: str | None) -> bool:
+    if second is None or "none" in (first, second):
+        return False
+    pairs = zip(_numbers(first), _numbers(second), strict=True)
+    return all(abs(a - b) <= REL * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float.fromhex(word) for word in text.split()]
+
+
+def _shown(text: str | None) -> str:
+    if text is None or "0x" not in text:
+        return str(text)
+    return " ".join(f"{number:.9g}" for number in _numbers(text))
+
+
+def main() -> int:
+    """Trains the sets and prints the table; returns 1 if one differs or fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    default = os.environ.get(TREE)
+    parser.add_argument("--tree", type=Path, default=default, help="checkout of Megatron-LM")
+    parser.add_argument("--sets", help="names of sets, separated by commas (default: all)")
+    parser.add_argument("--quick", action="store_true", help=f"train only {', '.join(QUICK)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines here")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs here")
+    options = parser.parse_args()
+    if options.tree is None:
+        print(f"not run: {TREE} names no checkout of Megatron-LM; set it, or give --tree")
+        return 0
+    if not (options.tree / "pretrain_gpt.py").exists():
+        parser.error(f"--tree {options.tree}: there is no pretrain_gpt.py; give a Megatron-LM")
+    names = options.sets.split(",") if options.sets else [*(QUICK if options.quick else SETS)]
+    if unknown := [name for name in names if name not in SETS]:
+        parser.error(f"--sets: there is no set {unknown[0]}; there are {', '.join(SETS)}")
+    with tempfile.TemporaryDirectory(prefix="feature-sets-") as folder:
+        tree = Tree(options.tree.resolve(), (options.logs or Path(folder)).resolve())
+        table = [measure(tree, SETS[name], options.json) for name in names]
+    counts = Counter(row["result"] for row in table)
+    print(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return int(any(result.isupper() for result in counts))
+
+
+def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> dict[str, Any]:
+    """Trains a set twice; prints its line of the table, and adds it to a file of JSON lines."""
+    begin_s = time.monotonic()
+    reference = tree.run(feature_set, "own")
+    # A set that the tree refuses by itself needs no second run.
+    engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
+    result, reason = compare(feature_set, reference, engine)
+    row = {
+        "set": feature_set.name,
+        "result": result,
+        "reason": reason,
+        "seconds": round(time.monotonic() - begin_s, 1),
+    }
+    print(f"{row['set']:26} {result:10} {row['seconds']:6.1f} s  {reason[:300]}", flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
