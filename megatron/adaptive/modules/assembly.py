@@ -267,6 +267,12 @@ class Assembly:
     sample_work: Mapping[Signature, Sequence[float]]
     segment_kinds: tuple[int, ...]
 
+    @property
+    def mean_work(self) -> tuple[float, ...]:
+        """Returns the counted work of each segment, a mean over the sample's signatures."""
+        works = zip(*self.sample_work.values(), strict=True)
+        return tuple(sum(work) / len(work) for work in works)
+
 
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. Collective over all ranks.
