@@ -25,12 +25,13 @@ from megatron.adaptive.modules.batch import (
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
-    balanced,
+    balanced_together,
     check_stages,
     check_weights,
     given_partition,
     keep_only,
     segment_kinds,
+    segments_with_one_buffer,
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
@@ -339,7 +340,14 @@ def assemble(
         partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
         check_weights(weights or None, num_segments)
-        partition = balanced(weights or [1.0] * num_segments, placement.num_stages)
+        tapes = [
+            tape
+            for example in examples
+            for tape in (example.forwards.training, example.forwards.evaluation)
+        ]
+        partition = balanced_together(
+            weights or [1.0] * num_segments, placement.num_stages, segments_with_one_buffer(tapes)
+        )
     return _keep_part(request, examples, partition, weights, mesh, placement)
 
 
