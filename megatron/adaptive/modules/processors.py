@@ -12,6 +12,7 @@ the settings of its video processor in place of the video processor::
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
     made: Any = WithoutVideos
     # The saved processor_config.json names the class.
     made.__name__ = kind.__name__
-    makers = {
+    makers: dict[str, Callable[[], Any]] = {
         _VIDEO: lambda: VideoSettings(_video_settings(folder)),
         "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
             str(folder), **options
