@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive import __main__ as program
+from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 
 from ..multiprocess.launch import ROOT, environment
 
@@ -57,6 +58,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
+    options += " --repartition auto"
     output = tuned(tmp_path, options)
     losses = re.findall(r"step \d of 4: loss ([\d.]+)", output)
     evaluated = re.findall(r"evaluation loss ([\d.]+)", output)
@@ -159,4 +161,17 @@ def test_wrong_options_are_named_in_one_line(
     assert program.main() == 2
     errors = capsys.readouterr().err
     assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_an_elastic_job_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = JobOrder(checkpoints="checkpoints", progress="progress", model="model.json", epoch=0)
+    monkeypatch.setenv(JOB_VARIABLE, order.to_text())
+    options = "--model m --data d.jsonl --output o"
+    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *COMMAND[2:], *options.split()])
+    assert program.main() == 2
+    errors = capsys.readouterr().err
+    assert "train finetune was started in an elastic job, which cannot choose sizes" in errors
     assert errors.count("\n") == 1

@@ -11,6 +11,7 @@ import torch
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import segment_kinds, slice_tape
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recompute import recomputed_ranges
@@ -201,3 +202,38 @@ def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path:
     assert kinds[1] == kinds[2] == kinds[3]
     assert len(set(kinds)) == 3
     assert read_run(tmp_path).complete_iterations() == (1,)
+
+
+class CountingFirst(Counting):
+    """Blocks of which the first two change one buffer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        cuts = [*self.cuts, torch.nn.Identity()]
+        for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
+            if number < 2:
+                self.steps.add_(1.0)
+            x = cut(torch.tanh(block(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("weights", [None, [9.0, *[1.0] * (BLOCKS - 1)]])
+def test_segments_that_change_one_buffer_stay_together(weights: list[float] | None) -> None:
+    """Also if other costs would divide them; without costs, measuring them was refused."""
+    batch = {"x": torch.randn(4, WIDTH)}
+    torch.manual_seed(1)
+    model = CountingFirst()
+    with torch.no_grad():
+        expected = sum(float(model(batch["x"][part])) for part in (slice(2), slice(2, 4))) / 2
+    model.steps.zero_()
+    with Pipeline(model, batch, micro_batch_size=2, chunks=2, weights=weights) as pipeline:
+        assert len(pipeline.partition) == 2
+        assert pipeline.partition[0] >= 2
+        assert pipeline.step(batch)[0] == pytest.approx(expected, rel=1e-5)
+        assert pipeline.model.steps == 4
+
+
+def test_a_buffer_of_all_segments_is_named_if_it_needs_more_than_one_stage() -> None:
+    batch = {"x": torch.randn(4, WIDTH)}
+    with pytest.raises(ConfigError, match="buffer steps changes in stage 0 and is used in stage 1"):
+        Pipeline(Counting(), batch, micro_batch_size=2, chunks=2)

@@ -46,6 +46,9 @@ def _parser() -> CommandParser:
     add("--recompute", choices=("all", "selective"), help="recompute activations, to save memory")
     ways = ("auto", "record", "export")
     add("--slicing", choices=ways, default="auto", help="see docs/reference/cutpoint.md (auto)")
+    moves = ("off", "auto")
+    text = "auto moves layers between processes if that makes steps faster (off)"
+    add("--repartition", choices=moves, default="off", help=text)
     add("--seed", type=number(int, 0, 2**31 - 1), default=1, metavar="N", help="seed (1)")
     add("--checkpoints", **folder, help="folder of checkpoints; a second start continues from it")
     add("--save-interval", **amount, help="steps between checkpoints; default: only at the end")
@@ -62,6 +65,12 @@ def main(argv: Sequence[str]) -> int:
     if options["save_interval"] is not None and options["checkpoints"] is None:
         raise ConfigError("train finetune: --save-interval needs a folder: give --checkpoints DIR")
     environment = Environment.read()
+    if environment.job is not None:
+        raise ConfigError(
+            "train finetune was started in an elastic job, which cannot choose sizes for samples "
+            "with shapes of their own: start it under torchrun --max-restarts N or job launch, "
+            "with --checkpoints DIR; a later start continues from the newest checkpoint"
+        )
     if processes > 1 and not environment.is_launched:
         program = ["-m", "megatron.adaptive", "train", "finetune", *argv]
         return launch.main(["--standalone", "--nproc-per-node", str(processes), *program])

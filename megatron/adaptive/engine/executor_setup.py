@@ -217,6 +217,8 @@ def open_trace(
     num_slices: int = 1,
     transport: str = "",
     layer_kinds: Sequence[int] = (),
+    layer_work: Sequence[float] = (),
+    content_rules: tuple[str, str] = ("", ""),
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -239,6 +241,9 @@ def open_trace(
         transport: Name of the transport of all messages; empty if it differs between pairs.
         layer_kinds: Number for the kind of each layer. Layers that do the same work have equal
             numbers. Empty if all layers do the same work.
+        layer_work: Expected computing time of each layer, in any unit; empty if unknown.
+        content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``; empty texts in other
+            programs.
 
     Raises:
         TraceError: The file cannot be written.
@@ -273,6 +278,9 @@ def open_trace(
         device=accelerator.device.type,
         transport=transport,
         layer_kinds=tuple(layer_kinds),
+        layer_work=tuple(layer_work),
+        order=content_rules[0],
+        dealing=content_rules[1],
     )
     recorder = Recorder(folder, header)
     sync = start_clock_sync(

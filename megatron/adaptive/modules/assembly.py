@@ -25,12 +25,13 @@ from megatron.adaptive.modules.batch import (
 from megatron.adaptive.modules.content import Dealing, MicrobatchOrder, check_rules
 from megatron.adaptive.modules.cut_points import are_added, describe
 from megatron.adaptive.modules.cutting import (
-    balanced,
+    balanced_together,
     check_stages,
     check_weights,
     given_partition,
     keep_only,
     segment_kinds,
+    segments_with_one_buffer,
 )
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.mesh import Mesh
@@ -267,6 +268,12 @@ class Assembly:
     sample_work: Mapping[Signature, Sequence[float]]
     segment_kinds: tuple[int, ...]
 
+    @property
+    def mean_work(self) -> tuple[float, ...]:
+        """Returns the counted work of each segment, a mean over the sample's signatures."""
+        works = zip(*self.sample_work.values(), strict=True)
+        return tuple(sum(work) / len(work) for work in works)
+
 
 def require_alike(request: PipelineSettings, job: Job) -> None:
     """Checks that all ranks have the same parameters and settings. Collective over all ranks.
@@ -333,7 +340,14 @@ def assemble(
         partition = given_partition(request.partition, num_segments, placement.num_stages)
     else:
         check_weights(weights or None, num_segments)
-        partition = balanced(weights or [1.0] * num_segments, placement.num_stages)
+        tapes = [
+            tape
+            for example in examples
+            for tape in (example.forwards.training, example.forwards.evaluation)
+        ]
+        partition = balanced_together(
+            weights or [1.0] * num_segments, placement.num_stages, segments_with_one_buffer(tapes)
+        )
     return _keep_part(request, examples, partition, weights, mesh, placement)
 
 

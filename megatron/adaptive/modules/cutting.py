@@ -129,6 +129,33 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return partition
 
 
+def balanced_together(
+    weights: Sequence[float], num_stages: int, together: Sequence[range]
+) -> tuple[int, ...]:
+    """Divides segments among stages like :func:`balanced`, but keeps some in one stage.
+
+    Args:
+        weights: Cost of each segment, in any unit, at least 0.
+        num_stages: Number of stages, each of which gets at least one segment.
+        together: Disjoint ascending ranges of segments that must be in the same stage.
+
+    Returns:
+        Number of segments in each stage. If the segments are too few to be kept together, the
+        result is that of :func:`balanced`.
+    """
+    begins = {segments.start: segments for segments in together}
+    pieces: list[range] = []
+    segment = 0
+    while segment < len(weights):
+        pieces.append(begins.get(segment, range(segment, segment + 1)))
+        segment = pieces[-1].stop
+    if len(pieces) < num_stages or len(pieces) == len(weights):
+        return balanced(weights, num_stages)
+    costs = [sum(weights[segment] for segment in piece) for piece in pieces]
+    sizes = iter(map(len, pieces))
+    return tuple(sum(next(sizes) for _ in range(count)) for count in balanced(costs, num_stages))
+
+
 # Maximum number of calls that a stage repeats to compute a tensor. A tensor that needs more calls
 # is sent instead.
 _MOST_REPEATED = 64
@@ -191,6 +218,42 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
     return slicer.run()
 
 
+def unchecked_slices(tape: Tape) -> list[StagePlan]:
+    """Returns a plan for each segment, also if segments change a buffer that others use.
+
+    Such segments can run one after the other in one process, for example to be measured.
+    """
+    return _Slicer(tape, (1,) * tape.num_segments).run()
+
+
+def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
+    """Returns the segments that must be in one stage, because they share a buffer that changes.
+
+    Args:
+        tapes: Recordings of the model with the same cut points.
+
+    Returns:
+        Disjoint ascending ranges of at least two segments.
+    """
+    spans: list[range] = []
+    for tape in tapes:
+        changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
+        users: dict[str, set[int]] = {}
+        for call in tape.calls:
+            for number in {*call.reads, *(old for old, _ in call.changes)}:
+                value = tape.values[number]
+                if value.source == "buffer" and value.storage in changed:
+                    users.setdefault(value.name, set()).add(call.segment)
+        spans += [range(min(used), max(used) + 1) for used in users.values() if len(used) > 1]
+    merged: list[range] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start < merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return merged
+
+
 def signature_of(tape: Tape, plan: StagePlan) -> str:
     """Returns a text that is equal for stages that make the same calls on tensors of equal shapes.
 
@@ -221,9 +284,10 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
     """Returns a number for each segment; segments that make the same calls have equal numbers."""
     numbers: dict[str, int] = {}
-    # Segments of one stage may change the same buffer, so check_changes() would refuse such models.
-    plans = _Slicer(tape, (1,) * tape.num_segments).run()
-    return tuple(numbers.setdefault(signature_of(tape, plan), len(numbers)) for plan in plans)
+    return tuple(
+        numbers.setdefault(signature_of(tape, plan), len(numbers))
+        for plan in unchecked_slices(tape)
+    )
 
 
 def _needed(tape: Tape) -> list[int]:

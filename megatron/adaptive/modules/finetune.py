@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +19,9 @@ from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
 from megatron.adaptive.modules.pretrained import read_config
+from megatron.adaptive.modules.processors import load_processor
 from megatron.adaptive.modules.recording import Slicing
-from megatron.adaptive.modules.samples import SampleFile, SampleReader, load_processor, num_learned
+from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class FineTuning:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` turns autocast off.
         recompute: Calls that the backward pass runs again, as for :class:`Pipeline`.
         slicing: Method of recording the forward pass, as for :class:`Pipeline`.
+        repartition: Whether segments move between processes, as for :class:`Pipeline`.
         seed: Seed of the order of samples, of adapters and of dropout.
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
             save none.
@@ -69,6 +72,7 @@ class FineTuning:
     mixed_precision: Literal["bf16", "fp16"] | None = None
     recompute: Literal["all", "selective"] | None = None
     slicing: Slicing = "auto"
+    repartition: Literal["off", "auto"] = "off"
     seed: int = 1
     checkpoints: Path | None = None
     save_interval: int | None = None
@@ -153,6 +157,7 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         mixed_precision=settings.mixed_precision,
         recompute=settings.recompute,
         slicing=settings.slicing,
+        repartition=settings.repartition,
         seed=settings.seed,
         decisive_entries=samples.decisive_entries,
     ) as pipeline:
@@ -206,7 +211,7 @@ class _Run:
             epoch, position = divmod(step, self._steps_per_epoch)
             for group in (group for item in self._optimizers for group in item.param_groups):
                 group["lr"] = settings.lr * (1 + math.cos(math.pi * step / steps)) / 2
-            batch = pipeline.share(self._batch(epoch, position))
+            batch = self._encoded(pipeline.share(self._indices(epoch, position)))
             loss, _ = pipeline.step(batch, num_items=num_learned(batch))
             self._say(f"step {step + 1} of {steps}: loss {loss:.6f}")
             self._log({"loss": loss, "gradient norm": pipeline.grad_norm})
@@ -259,24 +264,30 @@ class _Run:
         size = max(self._settings.batch_size, pipeline.replicas)
         total = total_items = 0.0
         for start in range(0, len(indices), size):
-            batch = [self._samples[index] for index in indices[start : start + size]]
-            items = num_learned(batch)
+            chosen = indices[start : start + size]
             # Each replica needs a sample, so repeat one if needed. Repeated samples count as 0
             # items.
-            missing = max(0, pipeline.replicas - len(batch))
-            part = pipeline.share(batch + batch[:1] * missing)
-            counted = [*items, *[0] * missing]
-            loss = pipeline.eval(part, num_items=[counted[number] for number in part.numbers])
-            total += sum(items) * loss
-            total_items += sum(items)
+            items = [(index, float(self._samples.num_learned[index])) for index in chosen]
+            items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
+            part = pipeline.share(items)
+            loss = pipeline.eval(
+                self._encoded([index for index, _ in part]), num_items=[count for _, count in part]
+            )
+            count = sum(number for _, number in items)
+            total += count * loss
+            total_items += count
         return total / total_items
 
-    def _batch(self, epoch: int, position: int) -> list[Microbatch]:
+    def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
+        """Returns samples; processes of other replicas need not encode them."""
+        return [self._samples[index] for index in indices]
+
+    def _indices(self, epoch: int, position: int) -> list[int]:
         """Returns the samples of a step, in an order that differs between epochs."""
         order = list(self._trained)
         random.Random(self._settings.seed + 1 + epoch).shuffle(order)
         size = self._settings.batch_size
-        return [self._samples[index] for index in order[position * size : (position + 1) * size]]
+        return order[position * size : (position + 1) * size]
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         self._optimizers.append(torch.optim.AdamW(parameters, lr=self._settings.lr))

@@ -378,6 +378,8 @@ class Pipeline:
             work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
             transport=transport.forced or "",
             layer_kinds=self._assembly.segment_kinds,
+            layer_work=self._assembly.mean_work,
+            content_rules=(request.order, request.dealing),
         )
         self._meter: SegmentMeter | None = None
         clock = self._mesh.accelerator.clock()

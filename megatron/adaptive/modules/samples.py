@@ -26,7 +26,8 @@ import torch
 from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch
-from megatron.adaptive.modules.pretrained import transformers_module
+from megatron.adaptive.modules.processors import first_line
+from megatron.adaptive.modules.processors import load_processor as load_processor
 
 IGNORED = -100
 """Label of tokens that are not learned."""
@@ -40,30 +41,6 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 # Keys under which the part of a message may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
-
-
-def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Returns the processor of a model, or its tokenizer if the model takes only text.
-
-    Args:
-        folder: Folder of the model.
-        trust_remote_code: Whether Python code in the folder may be run.
-
-    Raises:
-        ConfigError: If the folder has no tokenizer and no processor.
-    """
-    try:
-        return transformers_module().AutoProcessor.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        # For a missing folder, the message of transformers names its server, although nothing is
-        # downloaded. So state the reason here.
-        reason = _first_line(error) if folder.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"{folder} has no tokenizer or processor that transformers can read ({reason}): name "
-            "the folder of a model"
-        ) from None
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
@@ -84,6 +61,8 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
         tokenizer = getattr(source, "tokenizer", source)
         for name in _PLACEHOLDERS:
             values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
+            # Under the names above, the processor of Gemma 3 has the token before an image.
+            values += getattr(source, f"{name}_ids", None) or ()
             token = getattr(source, name, None)
             if token is not None and hasattr(tokenizer, "get_vocab"):
                 values.append(tokenizer.get_vocab().get(str(token)))
@@ -234,6 +213,7 @@ class SampleFile:
         reader: Reader that encodes the lines.
 
     Attributes:
+        num_learned: Number of learned tokens of each sample.
         num_empty: Number of samples that were skipped, because they have no learned tokens.
         digest: Hash of all lines and images in their order.
     """
@@ -246,14 +226,17 @@ class SampleFile:
         self._kept: dict[int, Microbatch] = {}
         self._indices_of_kinds: dict[frozenset[str], int] = {}
         self.num_empty = 0
+        self.num_learned: list[int] = []
         left = reader.kept_bytes
         digest = hashlib.blake2b(digest_size=16)
         for line in _lines_of(path):
             sample = self._encode(line)
             _add_content(digest, line, self._image_folder)
-            if not num_learned([sample])[0]:
+            count = int(num_learned([sample])[0])
+            if not count:
                 self.num_empty += 1
                 continue
+            self.num_learned.append(count)
             self._indices_of_kinds.setdefault(frozenset(sample), len(self._lines))
             left -= sum(entry.nbytes for entry in sample.values())
             if left >= 0:
@@ -310,7 +293,7 @@ class SampleFile:
             TypeError,
             ValueError,
         ) as error:
-            reason = f"it cannot be encoded ({type(error).__name__}: {_first_line(error)})"
+            reason = f"it cannot be encoded ({type(error).__name__}: {first_line(error)})"
         raise ConfigError(f"{self._path}:{line.number}: {reason}")
 
 
@@ -510,8 +493,3 @@ def _lines_of(path: Path) -> Iterator[_Line]:
         raise ConfigError(f"{path}:{number}: byte {error.start} is no valid UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: name a file of JSON lines") from None
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
-    return str(error).strip().partition("\n")[0]

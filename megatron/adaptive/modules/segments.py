@@ -27,7 +27,13 @@ import torch
 from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.cutting import StagePlan, signature_of, slice_tape, uses_of
+from megatron.adaptive.modules.cutting import (
+    StagePlan,
+    signature_of,
+    slice_tape,
+    unchecked_slices,
+    uses_of,
+)
 from megatron.adaptive.modules.fake_recording import is_on_meta
 from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recompute import recomputed_ranges
@@ -109,7 +115,7 @@ def measure_segments(
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
     """
-    plans = slice_tape(tape, (1,) * tape.num_segments)
+    plans = unchecked_slices(tape)
     recomputed = recomputed_ranges(tape, forward.recompute)
     tensors = tensors_of(forward.model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}

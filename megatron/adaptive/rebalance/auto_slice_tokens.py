@@ -28,7 +28,12 @@ from megatron.adaptive.gpt.setup import Run, batching_of, payload_shape
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.auto_schedule import FIRST, LAST, measure_neighbours, memory_of
 from megatron.adaptive.rebalance.microbatch_dealing import make_dealer
-from megatron.adaptive.rebalance.time_limit import LIMIT_S, SIMULATED_OF_LIMIT, result_within
+from megatron.adaptive.rebalance.time_limit import (
+    LIMIT_S,
+    SIMULATED_OF_LIMIT,
+    limit_of_search,
+    result_within,
+)
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.choose_slice_tokens import (
     Setting,
@@ -118,7 +123,8 @@ class LengthTuner:
         self.trials = job.gather(self._trial)
         if self._before is None:
             return job.on_first(self._next_length)
-        self._say(f"auto simulates lengths for at most {LIMIT_S:g} s; all ranks wait for rank 0")
+        limit = f"{self._limit_s:g} s"
+        self._say(f"auto simulates lengths for at most {limit}; all ranks wait for rank 0")
         return job.on_first(self._choose_in_time)
 
     def _add(self, times: RankTimes, lengths: Sequence[int]) -> None:
@@ -146,7 +152,8 @@ class LengthTuner:
 
     def _choose_in_time(self) -> TokensChoice:
         present = self._trial.tokens
-        busy = f"auto keeps slices of {present} tokens: no step was simulated within {LIMIT_S:g} s"
+        limit = f"{self._limit_s:g} s"
+        busy = f"auto keeps slices of {present} tokens: no step was simulated within {limit}"
         engine = self._run.forward_backward
         assert isinstance(engine, ForwardBackward)
         stay = TokensChoice(
@@ -155,9 +162,13 @@ class LengthTuner:
             text=f"{busy}, as the processors are busy",
         )
         try:
-            return result_within(LIMIT_S, self._choose, stay)
+            return result_within(self._limit_s, self._choose, stay)
         except ScheduleError as error:
             return replace(stay, text=f"auto keeps slices of {present} tokens: {error}")
+
+    @property
+    def _limit_s(self) -> float:
+        return limit_of_search(LIMIT_S, self._run.job.timeout)
 
     @property
     def _cap(self) -> float | None:
@@ -192,7 +203,7 @@ class LengthTuner:
             lanes,
             lambda tokens: [costliest_replica(config, tokens, lengths) for lengths in steps],
             setting,
-            time.monotonic() + SIMULATED_OF_LIMIT * LIMIT_S,
+            time.monotonic() + SIMULATED_OF_LIMIT * self._limit_s,
         )
 
     def _placements(self, present: Placement) -> list[Placement]:

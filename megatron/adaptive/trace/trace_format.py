@@ -245,6 +245,9 @@ class TraceHeader:
             differs between pairs of ranks.
         layer_kinds: For each layer, the number of its kind. Layers of the same kind do the same
             work. Empty if all layers do the same work.
+        layer_work: Expected computing time of each layer, in any unit; empty if unknown.
+        order: Setting ``order`` of a ``Pipeline``; empty in traces of other programs.
+        dealing: Setting ``dealing`` of a ``Pipeline``; empty in traces of other programs.
     """
 
     run: str
@@ -271,6 +274,9 @@ class TraceHeader:
     device: str = ""
     transport: str = ""
     layer_kinds: tuple[int, ...] = ()
+    layer_work: tuple[float, ...] = ()
+    order: str = ""
+    dealing: str = ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -482,7 +488,8 @@ _MAX_SIZES = {
 Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
 take very long.
 """
-_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1, "device": "", "transport": ""}
+_ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
+_ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
 """Maps header fields that older files lack to the values that readers assume for them."""
 _MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
@@ -661,6 +668,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     kinds = _value(record, "layer_kinds", "numbers", origin, [])
     values["layer_kinds"] = tuple(map(int, kinds))
+    values["layer_work"] = tuple(_value(record, "layer_work", "numbers", origin, []))
     values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))
     columns = _value(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:

@@ -32,6 +32,8 @@ from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.metrics import medians
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.span_columns import Ints, Mask, row_keys
+from megatron.adaptive.trace.whatif.advice import advice_for
+from megatron.adaptive.trace.whatif.content import content_answers
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
     FORWARD_COMM,
@@ -411,6 +413,7 @@ class _Answers:
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
         self._header = next(iter(run.ranks.values())).header
+        self._advice = advice_for(self._header)
         self._measure_cells()
         usual = usual_s([p.ops.kind for p in parts], [p.ops.duration_s for p in parts])
         for part in parts:
@@ -458,6 +461,10 @@ class _Answers:
             for description, (flag, durations) in repairs.items()
         }
         repaired_s |= self._replays(simulated) | self._recording(whole)
+        if self._header.order and where.num_stages > 1:
+            content = content_answers(self._run, [part.ops for part in self._parts])
+            repaired_s |= {names: whole - saved for names, saved in content.saved_s.items()}
+            notes += [content.note] * bool(content.note)
         ordered = _ordered_repairs(repaired_s, whole)
         order = ("stage", "replica", "rank", "kind", "link", "length")
         return WhatIf(
@@ -630,8 +637,8 @@ class _Answers:
                 factors[worker] = 1 / factor
                 name = where.name(worker)
                 repairs[f"{name} as fast as others, not {factor:.2f} times as long"] = (
-                    "--repartition auto moves layers off it; "
-                    + ("" if is_alone else "--balance-replicas speed gives its replica less; ")
+                    self._advice.slow_rank
+                    + ("" if is_alone else self._advice.slow_replica)
                     + "else leave its machine out",
                     self._scaled(factors),
                 )
@@ -639,13 +646,11 @@ class _Answers:
             flag, factors = self._partition(usual)
             repairs["stages of equal work"] = flag, self._scaled(factors[where.pp_rank])
         repairs["links without jitter"] = (
-            "look at the links named above; use --transport rdma or tcp instead of gloo",
+            self._advice.links,
             _without("kind", [FORWARD_COMM, BACKWARD_COMM]),
         )
         repairs["microbatches of one length"] = (
-            "--pack-to TOKENS, or sort documents by length"
-            if is_alone
-            else "--balance-replicas lengths spreads them; --pack-to TOKENS makes them equal",
+            self._advice.one_length if is_alone else self._advice.lengths,
             lambda part: _by_length(part, part.ops.duration_s, -1),
         )
         return repairs
@@ -662,14 +667,16 @@ class _Answers:
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
             worst = int(np.argmax(usual))
+            less = 1 - usual.mean() / usual.max()
+            flag = self._advice.partition.rstrip('= "')
             return (
-                f"--partition with {1 - usual.mean() / usual.max():.0%} less work on pipeline rank "
-                f"{worst}",
+                f"{flag} with {less:.0%} less work on pipeline rank {worst}",
                 usual.mean() / usual,
             )
         costs = split_costs(usual, header.layers, header.work, range(len(usual)))
         better = best_partition(costs, int(layers.sum()))
-        return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
+        flag = self._advice.of_partition(format_partition(better))
+        return flag, costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
         """Simulates steps under another schedule, with microbatches on other replicas, or both.
@@ -699,16 +706,16 @@ class _Answers:
         present = "adaptive" if header.schedule == "adaptive" else fixed
         replayed_s = mean_s(OtherSchedule(present, 1))
         whole = float(simulated.mean())
-        order = "--pipeline-schedule adaptive with two chunks per rank"
+        order = self._advice.adaptive
         deal = "--balance-replicas both"
         schedules = {("adaptive order", order): OtherSchedule("adaptive", 2)}
-        if header.num_slices == 1:
+        if header.num_slices == 1 and not header.order:
             rule = "adaptive" if present == "adaptive" else "seq-1f1b"
             flag = SLICES_FLAG if rule == present else f"--pipeline-schedule {rule}, {SLICES_FLAG}"
             schedules[SLICES_TEXT, flag] = OtherSchedule(rule, 1, slices=SLICES)
             both = f"both: adaptive order and {SLICES_TEXT}"
             schedules[both, f"{order}, {SLICES_FLAG}"] = OtherSchedule("adaptive", 2, slices=SLICES)
-        if self._where.replica.any():
+        if self._where.replica.any() and not header.order:
             both = "both: adaptive order and dealt microbatches"
             dealt = OtherSchedule(present, 1, is_dealt=True)
             schedules["microbatches dealt over replicas", deal] = dealt
@@ -723,7 +730,7 @@ class _Answers:
         Returns:
             Mean step time in seconds, by description and flag of the repair.
         """
-        if self._header.num_slices > 1:
+        if self._header.num_slices > 1 or self._header.order:
             return {}
         ops = self._parts[-1].ops
         iterations = np.unique(ops.iteration).tolist()
@@ -737,7 +744,7 @@ class _Answers:
         if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
-        return {("tracing off", "no --trace-dir"): whole_s - spans * RECORDED_SPAN_S}
+        return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
         """Returns ``[steps]``: recorded time in seconds from the first start to the last end."""

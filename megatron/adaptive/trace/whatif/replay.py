@@ -262,29 +262,72 @@ def rule_saves_s(
             is_of_replica = ops.where.replica[ops.worker] == replica
             rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
             computes = rows[ops.kind[rows] <= WEIGHT]
-            times = [
-                _replayed_s(header, ops, rows, ops.duration_s),
-                _replayed_s(header, ops, rows, then_s, slices),
-            ]
-            if not len(computes) or times[0] is None or times[1] is None:
+            now, then = (recorded_step(ops, rows, each) for each in (ops.duration_s, then_s))
+            if not len(computes) or now is None or then is None:
                 return None
+            times = now.simulated_s(header), then.simulated_s(header, slices)
             span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
             if abs(times[0] - span_s) > ALIKE * span_s:
                 return None
-            both.append((times[0], times[1]))
+            both.append(times)
         saved.append(max(now for now, _ in both) - max(then for _, then in both))
     return float(np.mean(saved))
 
 
-def _replayed_s(
-    header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats, slices: int = 1
-) -> float | None:
-    """Simulates one replica's step in the order of actions that its scheduling rule chooses.
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """Contains the times of one replica's step.
 
-    With ``slices``, each recorded microbatch is cut into slices that take equally long.
+    Attributes:
+        durations_s: ``[3, stages, microbatches]``, times of F, B and W in seconds.
+        delays_ps: ``[2, stages, microbatches]``, times of the messages after F and B, in
+            picoseconds.
+        pieces: Number of actions W of a microbatch in a stage, 0 if backward passes are whole.
+    """
 
-    Returns:
-        Time of the step in seconds, or ``None`` if actions are missing.
+    durations_s: Floats
+    delays_ps: Ints
+    pieces: int
+
+    @property
+    def costs_s(self) -> list[float]:
+        """Returns the time of each microbatch over all stages, in seconds."""
+        return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
+
+    def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
+        """Returns a step that runs these microbatches of this one, in this order."""
+        return RecordedStep(self.durations_s[:, :, order], self.delays_ps[:, :, order], self.pieces)
+
+    def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
+        """Simulates the step under the run's schedule and returns its time in seconds.
+
+        Args:
+            header: Trace header of any rank, which contains the settings of the run.
+            slices: Number of slices of equal time into which each microbatch is cut.
+        """
+        num_slices = max(slices, header.num_slices)
+        durations = np.repeat(self.durations_s / slices, slices, axis=2)
+        delays = np.repeat(self.delays_ps // slices, slices, axis=2)
+        candidate = make_candidate(
+            header.schedule,
+            header.num_ranks,
+            header.num_chunks,
+            durations.shape[2] // num_slices,
+            placement_kind="v" if header.placement == "v" else "loop",
+            weight_pieces=self.pieces,
+            num_slices=num_slices,
+        )
+        actions = durations[0].size * (2 + self.pieces)
+        return _simulated_s(candidate, durations, delays, actions)
+
+
+def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep | None:
+    """Returns the times of one replica's step; ``None`` if actions are missing.
+
+    Args:
+        ops: Recorded operations.
+        rows: Indices of the step's operations.
+        times_s: Durations in seconds, ``[operations]``.
     """
     kind = ops.kind[rows]
     stage = ops.stage[rows]
@@ -297,26 +340,38 @@ def _replayed_s(
     np.add.at(durations, cell, times_s[rows[work]])
     np.add.at(counts, cell, 1)
     pieces = int(counts[2].max())
-    if (counts[:2] != 1).any() or (counts[2] != pieces).any():
+    # A stage whose parameters are all frozen has no W.
+    if (counts[:2] != 1).any() or not np.isin(counts[2], (0, pieces)).all():
         return None
     delays = np.zeros((2, *shape[1:]), dtype=np.int64)
     for direction, message_kind in enumerate((FORWARD_COMM, BACKWARD_COMM)):
         came = kind == message_kind
         source = stage[came] + (-1, 1)[direction]
         delays[direction, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
-    num_slices = max(slices, header.num_slices)
-    durations = np.repeat(durations / slices, slices, axis=2)
-    delays = np.repeat(delays // slices, slices, axis=2)
-    candidate = make_candidate(
-        header.schedule,
-        header.num_ranks,
-        header.num_chunks,
-        durations.shape[2] // num_slices,
-        placement_kind="v" if header.placement == "v" else "loop",
-        weight_pieces=pieces,
-        num_slices=num_slices,
-    )
-    return _simulated_s(candidate, durations, delays, int(counts.sum()) * slices)
+    return RecordedStep(durations, delays, pieces)
+
+
+def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
+    """Returns each replica's step, and its recorded time in seconds.
+
+    Args:
+        ops: Recorded operations.
+        iteration: Number of the iteration.
+
+    Returns:
+        ``None`` if actions are missing.
+    """
+    replicas = []
+    for replica in range(int(ops.where.replica.max()) + 1):
+        is_of_replica = ops.where.replica[ops.worker] == replica
+        rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
+        computes = rows[ops.kind[rows] <= WEIGHT]
+        step = recorded_step(ops, rows, ops.duration_s)
+        if not len(computes) or step is None:
+            return None
+        span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
+        replicas.append((step, float(span_s)))
+    return replicas
 
 
 def recorded_times(

@@ -1,0 +1,165 @@
+"""Loads the processor of a model's folder: tokenizer and image processor of ``transformers``.
+
+``transformers`` makes image processors with torchvision or with Pillow, but video processors only
+with torchvision. Samples for fine-tuning have no videos. So without torchvision, a processor gets
+the settings of its video processor in place of the video processor::
+
+    processor of Qwen2.5-VL ──┬── tokenizer
+                              ├── image processor (Pillow)
+                              └── VideoSettings: written unchanged when the processor is saved
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.config.input_files import read_json
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.modules.pretrained import transformers_module
+
+_VIDEO = "video_processor"
+_NESTED = "processor_config.json"
+_IMAGES = "preprocessor_config.json"
+_VIDEOS = "video_preprocessor_config.json"
+_TOKENIZER = "tokenizer_config.json"
+_CORRECT = "save the folder again with save_pretrained of the processor"
+
+
+class VideoSettings(dict[str, Any]):
+    """Takes the place of a video processor, and contains the settings of the folder for it."""
+
+    # Attributes that processors of transformers read from each of their parts.
+    _auto_class = None
+    model_input_names: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Returns the processor of a model, or its tokenizer if the model takes only text.
+
+    Without torchvision, the processor takes no videos.
+
+    Args:
+        folder: Folder of the model.
+        trust_remote_code: Whether Python code in the folder may be run.
+
+    Raises:
+        ConfigError: If the folder has no tokenizer and no processor, or a package is missing.
+    """
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    transformers = transformers_module()
+    try:
+        try:
+            return transformers.AutoProcessor.from_pretrained(str(folder), **options)
+        except (ImportError, OSError, ValueError):
+            if _has("torchvision"):
+                raise
+            processor = _without_videos(folder, options)
+            if processor is None:
+                raise
+            return processor
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer or processor that transformers can read "
+            f"({_reason(folder, error)}): name the folder of a model"
+        ) from None
+
+
+def _has(package: str) -> bool:
+    """Returns whether a package is installed, even if it cannot be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    """Returns why a folder's processor cannot be loaded."""
+    # For a missing folder, the message of transformers names its server, although nothing is
+    # downloaded. So state the reason here.
+    if not folder.is_dir():
+        return "there is no such folder"
+    # A torchvision that does not fit torch prevents all image processors, and transformers does
+    # not say why.
+    if _has("torchvision"):
+        try:
+            importlib.import_module("torchvision")
+        except (ImportError, OSError, RuntimeError) as cause:
+            return (
+                f"torchvision cannot be imported: {first_line(cause)}; install the torchvision of "
+                "the installed torch, or remove it"
+            )
+    return first_line(error)
+
+
+def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
+    """Returns the processor with :class:`VideoSettings`; ``None`` if it has no video processor.
+
+    Args:
+        folder: Folder of the model.
+        options: Arguments for ``from_pretrained`` of the parts.
+    """
+    transformers = transformers_module()
+    kind = _class_of(folder, options)
+    if kind is None or _VIDEO not in kind.get_attributes():
+        return None
+
+    class WithoutVideos(kind):  # type: ignore[misc,valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != _VIDEO:
+                super().check_argument_for_proper_class(argument_name, argument)
+
+    made: Any = WithoutVideos
+    # The saved processor_config.json names the class.
+    made.__name__ = kind.__name__
+    makers: dict[str, Callable[[], Any]] = {
+        _VIDEO: lambda: VideoSettings(_video_settings(folder)),
+        "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
+            str(folder), **options
+        ),
+        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(str(folder), **options),
+    }
+    names = kind.get_attributes()
+    if not makers.keys() >= set(names):
+        return None
+    settings, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+    return made.from_args_and_dict([makers[name]() for name in names], settings)
+
+
+def _class_of(folder: Path, options: dict[str, Any]) -> Any:
+    """Returns the class of a folder's processor; ``None`` if it is not one of ``transformers``."""
+    transformers = transformers_module()
+    for name in (_NESTED, _IMAGES, _TOKENIZER):
+        named = _document(folder / name).get("processor_class")
+        if isinstance(named, str):
+            return getattr(transformers, named, None)
+    config = transformers.AutoConfig.from_pretrained(str(folder), **options)
+    mapping = transformers.PROCESSOR_MAPPING
+    return mapping.get(type(config), None)
+
+
+def _video_settings(folder: Path) -> dict[str, Any]:
+    """Returns a folder's settings of the video processor, from the file that has them."""
+    nested = _document(folder / _NESTED).get(_VIDEO)
+    if isinstance(nested, dict):
+        return nested
+    # Older folders have the same settings for images and videos.
+    return _document(folder / _VIDEOS) or _document(folder / _IMAGES)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; an empty one if there is no such file."""
+    if not path.exists():
+        return {}
+    document = read_json(path, _CORRECT)
+    return document if isinstance(document, dict) else {}
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,63 @@
+"""Names the settings that make a repair, for each program that writes traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.adaptive.trace.trace_format import TraceHeader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Contains settings of a program, or advice, by the repair that they make.
+
+    Attributes:
+        slow_rank: Moves work off a slow rank.
+        slow_replica: Gives a slow replica less work; empty if there is no such setting.
+        partition: Beginning of the setting of a partition.
+        links: Makes messages faster.
+        one_length: Makes microbatches alike in a run without replicas.
+        lengths: Makes microbatches alike in a run with replicas.
+        adaptive: Runs the rule ``adaptive`` with two chunks per rank.
+        no_trace: Turns tracing off.
+    """
+
+    slow_rank: str
+    slow_replica: str
+    partition: str
+    links: str
+    one_length: str
+    lengths: str
+    adaptive: str
+    no_trace: str
+
+    def of_partition(self, partition: str) -> str:
+        """Returns the setting of a partition, such as ``3-4-5``."""
+        return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
+
+
+TRAINER = Advice(
+    slow_rank="--repartition auto moves layers off it; ",
+    slow_replica="--balance-replicas speed gives its replica less; ",
+    partition="--partition ",
+    links="look at the links named above; use --transport rdma or tcp instead of gloo",
+    one_length="--pack-to TOKENS, or sort documents by length",
+    lengths="--balance-replicas lengths spreads them; --pack-to TOKENS makes them equal",
+    adaptive="--pipeline-schedule adaptive with two chunks per rank",
+    no_trace="no --trace-dir",
+)
+PIPELINE = Advice(
+    slow_rank='repartition="auto" moves segments off it; ',
+    slow_replica="",
+    partition='partition="',
+    links="look at the links named above; transport=TransportConfig(transport=...) chooses another",
+    one_length="batch samples of one size, or see order and dealing",
+    lengths="batch samples of one size, or see order and dealing",
+    adaptive='schedule="adaptive", chunks=2',
+    no_trace="no trace_dir",
+)
+
+
+def advice_for(header: TraceHeader) -> Advice:
+    """Returns the settings of the program that wrote a trace."""
+    return PIPELINE if header.order else TRAINER

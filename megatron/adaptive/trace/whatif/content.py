@@ -1,0 +1,301 @@
+"""Simulates a run of ``Pipeline`` with its microbatches of unequal content treated in other ways.
+
+Recorded steps are simulated under the run's own schedule::
+
+    recorded microbatches ──> dealt over replicas by cost ──┐
+                        └───────────────────────────────────┴──> ordered by cost ──> step time
+    recorded segments ──> another partition (each stage's time divided among its segments)
+
+All ranks are assumed to be equally fast, as ``order`` and ``dealing`` of ``Pipeline`` do. A
+microbatch takes as long on another replica, and a segment as long on another rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.workload import order_by_cost
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.trace_format import TraceHeader
+from megatron.adaptive.trace.whatif.advice import PIPELINE
+from megatron.adaptive.trace.whatif.operations import Floats, Operations
+from megatron.adaptive.trace.whatif.replay import ALIKE, RecordedStep, recorded_replicas
+
+STEPS = 4
+"""Maximum number of steps that are simulated."""
+UNEQUAL = 0.05
+"""Minimum spread of the costs of microbatches, relative to the mean, for another order or dealing.
+
+Smaller differences are noise.
+"""
+_ROUNDS = 4
+"""Maximum number of segments that are moved one by one to improve a partition."""
+_TEXTS = {"order": "ordered", "dealing": "dealt over replicas"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """Describes how a step is simulated.
+
+    Attributes:
+        is_dealt: Whether microbatches are dealt over replicas by their cost.
+        is_ordered: Whether each replica runs its microbatches in the order by cost.
+        partition: Number of segments in each stage; empty for the recorded partition.
+    """
+
+    is_dealt: bool = False
+    is_ordered: bool = False
+    partition: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ContentAnswers:
+    """Contains the step times that a ``Pipeline`` would have with other settings.
+
+    Attributes:
+        saved_s: Seconds that a step would save, by description and settings.
+        note: Reason for which nothing could be simulated; empty if there is none.
+    """
+
+    saved_s: dict[tuple[str, str], float]
+    note: str = ""
+
+
+def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswers:
+    """Simulates steps of a ``Pipeline`` run with other order, dealing and partition.
+
+    Args:
+        run: Trace of the run.
+        parts: Operations of the steps, one entry per group of steps read at once.
+    """
+    header = next(iter(run.ranks.values())).header
+    steps: list[list[RecordedStep]] = []
+    error = 0.0
+    iterations = [(ops, int(step)) for ops in parts for step in np.unique(ops.iteration)]
+    chosen = np.unique(np.linspace(0, len(iterations) - 1, STEPS).round().astype(int))
+    try:
+        for ops, iteration in (iterations[index] for index in chosen):
+            replicas = recorded_replicas(ops, iteration)
+            if replicas is None:
+                continue
+            errors = [abs(step.simulated_s(header) / span_s - 1) for step, span_s in replicas]
+            error = max(error, *errors)
+            if max(errors) <= ALIKE:
+                steps.append([step for step, _ in replicas])
+    except ScheduleError as refusal:
+        return ContentAnswers({}, f"order, dealing and partition are not simulated: {refusal}")
+    if not steps:
+        reason = f"simulated steps differ by {error:.0%} from the recorded ones"
+        return ContentAnswers({}, f"order, dealing and partition are not simulated: {reason}")
+    return ContentAnswers(_Simulation(header, steps, _segment_shares(run, header)).answers())
+
+
+def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
+    """Returns the share that each segment has of the time of its stage.
+
+    Measured times of segments are used if the trace has them, otherwise the counted work.
+    """
+    count = sum(header.layers)
+    times = np.zeros(count)
+    for trace in run.ranks.values():
+        for iteration in trace.iterations:
+            for segment, forward_ns, backward_ns, *_ in trace.layers(iteration):
+                if segment < count:
+                    times[segment] += forward_ns + backward_ns
+    if not times.all():
+        work = header.layer_work if len(header.layer_work) == count else ()
+        times = np.array(work or [1.0] * count)
+    totals = np.repeat([times[part].sum() for part in _slices(header.layers)], header.layers)
+    sizes = np.repeat(np.array(header.layers, dtype=np.float64), header.layers)
+    shares: Floats = np.where(totals > 0, times / np.maximum(totals, 1e-300), 1 / sizes)
+    return shares
+
+
+def _slices(partition: Sequence[int]) -> list[slice]:
+    """Returns the segments of each stage."""
+    ends = list(itertools.accumulate(partition))
+    return [slice(end - size, end) for end, size in zip(ends, partition, strict=True)]
+
+
+class _Simulation:
+    """Simulates recorded steps with other settings.
+
+    Args:
+        header: Trace header of any rank.
+        steps: Steps of all replicas.
+        shares: Share of each segment in the time of its stage.
+    """
+
+    def __init__(
+        self, header: TraceHeader, steps: Sequence[Sequence[RecordedStep]], shares: Floats
+    ) -> None:
+        self._header = header
+        self._steps = steps
+        self._stage_of = np.repeat(np.arange(len(header.layers)), header.layers)
+        self._shares = shares
+
+    def answers(self) -> dict[tuple[str, str], float]:
+        """Returns the seconds that a step would save, by description and settings."""
+        header = self._header
+        now_s = self._mean_s(Treatment())
+        is_unequal = any(map(self._is_unequal, self._steps))
+        settings = {
+            "order": is_unequal and header.order == "given",
+            "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
+        }
+        open_settings = [name for name, is_open in settings.items() if is_open]
+        # If the run ordered its microbatches, it also orders those that are dealt in another way.
+        was_ordered = header.order not in ("", "given")
+        partition = self._best_partition()
+        saved: dict[tuple[str, str], float] = {}
+        for names in _subsets(open_settings):
+            for cut in dict.fromkeys(((), partition)):
+                if not names and not cut:
+                    continue
+                treatment = Treatment(
+                    is_dealt="dealing" in names,
+                    is_ordered="order" in names or (was_ordered and "dealing" in names),
+                    partition=cut,
+                )
+                try:
+                    then_s = self._mean_s(treatment)
+                except ScheduleError:
+                    # Replicas with these numbers of microbatches do not suit the schedule.
+                    continue
+                saved[_described(names, cut, header.layers)] = now_s - then_s
+        return saved
+
+    def _mean_s(self, treatment: Treatment) -> float:
+        return float(np.mean([self._step_s(step, treatment) for step in self._steps]))
+
+    def _step_s(self, step: Sequence[RecordedStep], treatment: Treatment) -> float:
+        """Returns the time of the slowest replica in seconds."""
+        replicas = list(step)
+        if treatment.partition:
+            replicas = [self._cut(replica, treatment.partition) for replica in replicas]
+        if treatment.is_dealt:
+            together = _in_turns(replicas)
+            replicas = [
+                together.with_microbatches(share)
+                for share in deal([together.costs_s] * len(replicas))
+            ]
+        if treatment.is_ordered:
+            ranks = self._header.num_ranks
+            replicas = [
+                replica.with_microbatches(order_by_cost(replica.costs_s, ranks))
+                for replica in replicas
+            ]
+        return max(replica.simulated_s(self._header) for replica in replicas)
+
+    def _is_unequal(self, step: Sequence[RecordedStep]) -> bool:
+        """Returns whether the costs of a step's microbatches differ by more than noise."""
+        costs = [cost for replica in step for cost in replica.costs_s]
+        return float(np.std(costs)) > UNEQUAL * float(np.mean(costs))
+
+    def _cut(self, step: RecordedStep, partition: Sequence[int]) -> RecordedStep:
+        """Returns the step with its segments in another partition."""
+        segments = step.durations_s[:, self._stage_of] * self._shares[:, None]
+        stages = [segments[:, part].sum(axis=1) for part in _slices(partition)]
+        return replace(step, durations_s=np.stack(stages, axis=1))
+
+    def _best_partition(self) -> tuple[int, ...]:
+        """Returns the partition with the shortest simulated steps; empty if it is the recorded one.
+
+        The search starts at the recorded partition, or at that whose largest stage is the smallest,
+        and moves single segments as long as that shortens the steps.
+        """
+        recorded = self._header.layers
+        stages = len(recorded)
+        if not stages or len(self._shares) <= stages or 0 in recorded:
+            return ()
+        together = _joined([replica for step in self._steps for replica in step])
+        stage_s = together.durations_s.sum(axis=(0, 2))
+        even = _even_partition(stage_s[self._stage_of] * self._shares, stages)
+
+        def step_s(partition: tuple[int, ...]) -> float:
+            return self._mean_s(Treatment(partition=partition))
+
+        best_s, best = min((step_s(start), start) for start in (recorded, even))
+        for _ in range(_ROUNDS):
+            moved = [(step_s(partition), partition) for partition in _neighbors(best)]
+            if not moved or min(moved)[0] >= best_s:
+                break
+            best_s, best = min(moved)
+        return () if best == recorded else best
+
+
+def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
+    """Returns a step with the microbatches of several steps."""
+    return RecordedStep(
+        np.concatenate([step.durations_s for step in steps], axis=2),
+        np.concatenate([step.delays_ps for step in steps], axis=2),
+        max(step.pieces for step in steps),
+    )
+
+
+def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
+    """Returns the whole batch of a step, in which replicas have got microbatches in turns."""
+    places = [
+        (index, replica)
+        for replica, step in enumerate(replicas)
+        for index in range(step.durations_s.shape[2])
+    ]
+    return _joined(replicas).with_microbatches(sorted(range(len(places)), key=places.__getitem__))
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [part for size in range(len(names) + 1) for part in itertools.combinations(names, size)]
+
+
+def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns all partitions in which one segment is in the next or the previous stage."""
+    partitions = []
+    for stage in range(len(partition) - 1):
+        for step in (1, -1):
+            moved = list(partition)
+            moved[stage] += step
+            moved[stage + 1] -= step
+            if min(moved) > 0:
+                partitions.append(tuple(moved))
+    return partitions
+
+
+def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
+    """Returns the partition whose largest stage costs least."""
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    count = len(costs)
+    largest = np.full((stages + 1, count + 1), np.inf)
+    begin = np.zeros((stages + 1, count + 1), dtype=int)
+    largest[0, 0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, count + 1):
+            each = np.maximum(largest[stage - 1, :end], sums[end] - sums[:end])
+            begin[stage, end] = int(np.argmin(each))
+            largest[stage, end] = each[begin[stage, end]]
+    sizes = []
+    end = count
+    for stage in range(stages, 0, -1):
+        sizes.append(end - int(begin[stage, end]))
+        end = int(begin[stage, end])
+    return tuple(reversed(sizes))
+
+
+def _described(
+    names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
+) -> tuple[str, str]:
+    """Returns the text for a change of settings, and the settings."""
+    texts = [_TEXTS[name] for name in names]
+    settings = [f'{name}="time"' for name in names]
+    text = f"microbatches {' and '.join(texts)} by cost" if texts else ""
+    if partition:
+        cut = format_partition(partition)
+        text += f"{', and ' if text else ''}partition {cut} instead of {format_partition(layers)}"
+        settings.append(f'{PIPELINE.of_partition(cut)} (or repartition="auto")')
+    return text, ", ".join(settings)

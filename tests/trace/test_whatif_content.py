@@ -1,0 +1,199 @@
+"""What-if of a ``Pipeline``: predicted times are those of runs with these settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.whatif.answers import WhatIf, what_if
+from tests.support import synthetic_trace
+from tests.support.synthetic_trace import SyntheticRun, write_synthetic
+
+RANKS, REPLICAS, MICROBATCHES, STEPS = 4, 2, 8, 3
+ENCODER, SEGMENTS = 8, 16
+KINDS_S = np.array([0.004, 0.004, 0.003])  # F, B, W of a segment for a unit of content
+DELAY_S = 0.0002
+
+
+def content() -> Any:
+    """Returns the images and texts of each step's whole batch, ``[steps, 2, microbatches]``."""
+    random = np.random.default_rng(5)
+    images = np.minimum(random.lognormal(0.0, 1.0, (STEPS, REPLICAS * MICROBATCHES)), 8.0)
+    return np.stack([images, 1 + 0.2 * random.random(images.shape)], axis=1)
+
+
+CONTENT = content()
+
+
+def segment_times(step: int) -> Any:
+    """Returns the seconds of each segment, ``[3, segments, microbatches of the whole batch]``."""
+    images, texts = CONTENT[step]
+    each = [images if segment < ENCODER else texts for segment in range(SEGMENTS)]
+    return KINDS_S[:, None, None] * np.array(each)
+
+
+class ContentRun:
+    """A run of ``Pipeline`` with known content, for the writer of synthetic traces.
+
+    Args:
+        partition: Number of segments of each stage.
+        schedule: Name of the schedule.
+        order: Value of the setting ``order``.
+        dealing: Value of the setting ``dealing``.
+    """
+
+    def __init__(
+        self, partition: Sequence[int], schedule: str, order: str = "given", dealing: str = "turns"
+    ) -> None:
+        self.partition = tuple(partition)
+        self.schedule = schedule
+        self.order = order
+        self.dealing = dealing
+
+    def shares(self, step: int) -> list[list[int]]:
+        """Returns each replica's microbatches of the whole batch, in the order they run."""
+        costs = segment_times(step).sum(axis=(0, 1)).tolist()
+        numbers = range(len(costs))
+        shares = [list(numbers[replica::REPLICAS]) for replica in range(REPLICAS)]
+        if self.dealing != "turns":
+            shares = [list(share) for share in deal([costs] * REPLICAS)]
+        if self.order != "given":
+            shares = [
+                [share[index] for index in order_by_cost([costs[n] for n in share], RANKS)]
+                for share in shares
+            ]
+        return shares
+
+    def draw(
+        self, run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
+    ) -> tuple[Workload, Any]:
+        times = segment_times(iteration - 1)
+        ends = np.cumsum(self.partition)
+        stages = [
+            times[:, end - size : end].sum(axis=1)
+            for end, size in zip(ends, self.partition, strict=True)
+        ]
+        share = self.shares(iteration - 1)[replica]
+        durations = np.stack(stages, axis=1)[:, :, share]
+        if not run.weight_pieces:
+            durations[1] += durations[2]
+            durations[2] = 0
+        shape = (2, placement.num_stages, len(share))
+        work = Workload(
+            durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
+            delays_ps=np.full(shape, round(DELAY_S * PS_PER_S)),
+            occupancy_ps=np.zeros((RANKS, RANKS), dtype=np.int64),
+        )
+        return work, np.zeros(len(share))
+
+    def write(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **header: Any) -> WhatIf:
+        """Writes the traces of the run, and returns their analysis."""
+        monkeypatch.setattr(synthetic_trace, "draw_step", self.draw)
+        run = SyntheticRun(
+            num_ranks=RANKS,
+            replicas=REPLICAS,
+            num_chunks=len(self.partition) // RANKS,
+            num_microbatches=MICROBATCHES,
+            iterations=STEPS,
+            schedule=self.schedule,
+            weight_pieces=int(self.schedule == "adaptive" and len(self.partition) > RANKS),
+        )
+        write_synthetic(folder, run)
+        sizes = {"layers": self.partition, "layer_work": self.work(), "work": []}
+        for path in folder.iterdir():
+            first, rest = path.read_text().split("\n", 1)
+            settings = {"order": self.order, "dealing": self.dealing, **sizes, **header}
+            path.write_text(json.dumps({**json.loads(first), **settings}) + "\n" + rest)
+        return what_if(read_run(folder))
+
+    def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+        """Writes the traces of the run, and returns the mean time of its steps in seconds."""
+        # Without these settings, nothing but the recorded times is of interest, and is computed.
+        answer = self.write(folder, monkeypatch, order="", dealing="")
+        return float(answer.recorded_s.mean())
+
+    def work(self) -> list[float]:
+        """Returns the mean work of each segment."""
+        times = [segment_times(step).sum(axis=(0, 2)) for step in range(STEPS)]
+        return [float(time) for time in np.mean(times, axis=0)]
+
+
+def step_of(answer: WhatIf, text: str) -> float:
+    """Returns the predicted step time of a repair."""
+    return next(r.step_s for r in answer.repairs if r.description == text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "former"), [("1f1b", (4, 4, 4, 4)), ("adaptive", (2, 2, 2, 2, 1, 1, 1, 5))]
+)
+def test_predictions_are_the_times_of_runs_with_these_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, former: tuple[int, ...]
+) -> None:
+    answer = ContentRun(former, schedule).write(tmp_path / "now", monkeypatch)
+    assert answer.launch_slowdown == pytest.approx(1.0, abs=0.01)
+    by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
+    ordered = ContentRun(former, schedule, order="time")
+    ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
+    # The analysis does not list an order that gains nothing.
+    predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
+    assert min(predicted_s, answer.recorded_s.mean()) == pytest.approx(
+        min(ordered_s, answer.recorded_s.mean()), rel=0.01
+    )
+    # Another partition is better and named, and its steps take as long as predicted.
+    better = next(r for r in answer.repairs if r.description.startswith("partition "))
+    named = re.fullmatch(r'partition="([\d-]+)" \(or repartition="auto"\)', better.flag)
+    assert named is not None
+    partition = tuple(map(int, named[1].split("-")))
+    assert sum(partition) == SEGMENTS
+    moved_s = ContentRun(partition, schedule).recorded_s(tmp_path / "moved", monkeypatch)
+    assert better.step_s == pytest.approx(moved_s, rel=0.02)
+    assert better.step_s < answer.recorded_s.mean() * 0.99
+    assert not [r for r in answer.repairs if "--" in r.flag]
+
+
+def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also together with the order; and what the run does already is not suggested."""
+    # The writer of synthetic traces writes equally many microbatches of all replicas.
+    seeds = iter(range(1000))
+    batches = []
+    while len(batches) < STEPS:
+        random = np.random.default_rng(next(seeds))
+        batch = np.array([random.uniform(0, 4, REPLICAS * MICROBATCHES), [3.0] * 16])
+        if len(deal([batch.sum(axis=0).tolist()] * REPLICAS)[0]) == MICROBATCHES:
+            batches.append(batch)
+    monkeypatch.setattr(f"{__name__}.CONTENT", np.stack(batches))
+    even = (SEGMENTS // RANKS,) * RANKS
+    answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
+    dealt = ContentRun(even, "1f1b", dealing="time")
+    dealt_s = dealt.recorded_s(tmp_path / "dealt", monkeypatch)
+    assert step_of(answer, "microbatches dealt over replicas by cost") == pytest.approx(
+        dealt_s, rel=0.01
+    )
+    both = ContentRun(even, "1f1b", "time", "time").write(tmp_path / "both", monkeypatch)
+    assert step_of(answer, "microbatches ordered and dealt over replicas by cost") == pytest.approx(
+        both.recorded_s.mean(), rel=0.01
+    )
+    for text in ("ordered", "dealt"):
+        assert not [r for r in both.repairs if text in r.description]
+
+
+def test_equal_content_needs_neither_order_nor_dealing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.CONTENT", np.ones_like(CONTENT))
+    even = (SEGMENTS // RANKS,) * RANKS
+    answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
+    assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
+    # A schedule of the user's own cannot be simulated, which a note says.
+    unknown = ContentRun(even, "1f1b").write(tmp_path / "own", monkeypatch, schedule="mine")
+    assert any("are not simulated: " in note for note in unknown.notes)
