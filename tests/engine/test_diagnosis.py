@@ -1,6 +1,7 @@
 """A job hears once about its slow parts, and continues whatever happens to the diagnosis."""
 
 import io
+import signal
 import sys
 import time
 import types
@@ -92,12 +93,28 @@ def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
         assert paces[2] == max(paces) > 1.3 * min(paces)
 
 
-def test_the_last_answer_is_told_at_the_end(traces: Path) -> None:
+def test_the_last_answer_is_told_at_the_end(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first diagnosis after an installation compiles code, for longer than a job's end waits.
+    monkeypatch.setattr("megatron.adaptive.engine.diagnosis._LAST_S", WATCHDOG_S)
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     diagnosis.after_iteration(20)
     diagnosis.close()
     assert len(messages) == 1
+
+
+def test_a_late_last_answer_does_not_delay_the_end(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.adaptive.engine.diagnosis._LAST_S", 0.01)
+    messages: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
+    diagnosis.after_iteration(20)
+    process = diagnosis._process
+    assert process is not None
+    diagnosis.close()
+    assert process.returncode == -signal.SIGKILL
+    assert messages == []
 
 
 def test_a_job_goes_on_without_it(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.adaptive.gpt import core_releases
 
 def record(layers):
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         moe_utils.save_to_aux_losses_tracker("z_loss", torch.tensor(0.5), layers, layers)
 
 warnings.simplefilter("error")

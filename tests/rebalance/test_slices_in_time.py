@@ -47,6 +47,8 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
         return choose(*arguments, quick=quick, until_s=until_s, **settings)
 
     monkeypatch.setattr(auto_schedule, "choose", choose_late)
+    # The first comparison after an installation compiles code, which may take half the usual limit.
+    monkeypatch.setattr(auto_schedule, "LIMIT_S", 600.0)
     orders = Orders(schedule="auto", placement=PLACEMENT, pp_rank=0, slice_shares=(0.5, 0.5))
     tuner = Tuner(
         job=SimpleNamespace(rank=0, timeout=datetime.timedelta(minutes=10)),  # type: ignore[arg-type]
