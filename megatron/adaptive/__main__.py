@@ -20,7 +20,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron.adaptive import __version__
-from megatron.adaptive.cli.common import interrupts_end_at_once, open_streams, run_cli
+from megatron.adaptive.cli.common import (
+    from_now_end_at_once,
+    interrupts_end_at_once,
+    open_streams,
+    run_cli,
+)
 from megatron.adaptive.config.command_parser import PROGRAM
 from megatron.adaptive.config.core_copies import core_version
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -267,6 +272,17 @@ def main() -> int:
     return run_cli(_run)
 
 
+def program() -> int:
+    """Runs :func:`main` as the whole program; returns the exit status.
+
+    Python needs some time to exit, in particular after an import of torch. A signal in this time
+    ends the program with a line that names it.
+    """
+    status = main()
+    from_now_end_at_once()
+    return status
+
+
 def _run(argv: Sequence[str]) -> int | None:
     if not argv or argv[0] in _HELP:
         print(_help_text())
@@ -371,4 +387,4 @@ def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
 if __name__ == "__main__":
     if _ON_INTERRUPT is signal.default_int_handler:
         signal.signal(signal.SIGINT, _ON_INTERRUPT)
-    sys.exit(main())
+    sys.exit(program())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -191,3 +193,31 @@ def test_version_names_what_it_builds_on_without_torch() -> None:
         f"megatron-adaptive {__version__}, megatron-core {versions['megatron-core']},"
         f" torch {versions['torch']}, Python {python}\n"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_exits_is_one_line(number: signal.Signals) -> None:
+    # A signal after a job's end, before Python had unloaded torch, ended the launcher silently.
+    code = (
+        "import atexit, sys, time; from megatron.adaptive.__main__ import program\n"
+        "sys.argv[1:] = ['--version']\n"
+        "atexit.register(lambda: (print('leaving', flush=True), time.sleep(60)))\n"
+        "sys.exit(program())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.stdout.readline() == "leaving\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert len(errors.splitlines()) == 1, errors

@@ -390,9 +390,9 @@ def _judge(
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
         bad = []  # the errors of a library, which a user's script does not catch
-    is_import = "KeyboardInterrupt" in lines and "pipeline_script" in description
-    if chain.kind == "pipeline" and is_import and "SIGINT" in description:
-        bad = []  # Python's own answer while the user's script imports its modules
+    is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
+    if chain.kind == "pipeline" and is_early and "SIGINT" in description:
+        bad = []  # Python's own answer before the user's script trains
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
         bad = []  # torch's launcher reports a signal in this way
     if any("init_import_site" in line for line in lines):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron.adaptive.config.environment import too_many_files
 from megatron.adaptive.config.input_files import printable, say
@@ -72,16 +72,28 @@ def interrupts_end_at_once() -> Iterator[None]:
     Use it for blocks that import modules, because an interrupt during an import may appear as
     another error. Signals that were ignored before stay ignored.
     """
+    former = from_now_end_at_once()
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def from_now_end_at_once() -> dict[signal.Signals, Any]:
+    """Prints one line and exits if Ctrl-C, SIGTERM or SIGHUP arrives from now on.
+
+    Signals that were ignored before stay ignored.
+
+    Returns:
+        Former handler of each signal that is handled now.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number in numbers if former[number] not in (signal.SIG_IGN, None)]
     for number in handled:
         signal.signal(number, end_at_once)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, former[number])
+    return {number: former[number] for number in handled}
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
