@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import package_info
+
 from .free_orders import ORIGINS
 from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
@@ -28,6 +30,9 @@ MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
 # DeepSeek: latent attention, two tokens more to predict, a loss per token.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
+# From 0.17 on, megatron-core weights a microbatch's predicted losses by its number of documents per
+# token, so packing changes the numbers.
+MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
@@ -335,6 +340,7 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
         (LENGTHS, ("1f1b",), {"dp": 2, "extra": f"{PACK} {BALANCED}"}),
     )
+    if model != MTP_LENGTHS or MAY_PACK_PREDICTIONS
 )
 DEALT = (
     Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
