@@ -344,6 +344,7 @@ class _Loader(SourceFileLoader):
         module.__dict__["__builtins__"] = self._finder.builtins
         return module
 
+    @_as_part_of_import
     def exec_module(self, module: types.ModuleType) -> None:
         """Runs a module's code, and then the module's adaptation if it has one."""
         super().exec_module(module)
