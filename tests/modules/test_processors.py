@@ -84,6 +84,17 @@ def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
     assert document["processor_class"] == "Qwen3VLProcessor"
 
 
+def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -> None:
+    """Before, a tokenizer without a limit of tokens, whose number is 10**30, was no JSON."""
+    folder = write_folder("qwen3_vl", tmp_path / "model")
+    path = folder / "preprocessor_config.json"
+    document = json.loads(path.read_text())
+    del document["processor_class"]
+    path.write_text(json.dumps(document))
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] > 1 << 64
+    assert type(load_processor(folder)).__name__ == "Qwen3VLProcessor"
+
+
 def test_packages_that_prevent_a_processor_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,39 @@ def test_segments_that_change_one_buffer_stay_together(weights: list[float] | No
         assert pipeline.model.steps == 4
 
 
+class Shared(Counting):
+    """Blocks of which the first changes a buffer, and the second reads it under another name."""
+
+    alias: torch.Tensor
+
+    def __init__(self, *, only_evaluation: bool) -> None:
+        super().__init__()
+        self.only_evaluation = only_evaluation
+        self.register_buffer("alias", self.steps.view(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        cuts = [*self.cuts, torch.nn.Identity()]
+        for number, (block, cut) in enumerate(zip(self.blocks, cuts, strict=True)):
+            if number == 0 and self.training:
+                self.steps.add_(1.0)
+            if number == 1 and self.only_evaluation != self.training:
+                x = x + (self.steps if self.only_evaluation else self.alias)
+            x = cut(torch.tanh(block(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("only_evaluation", [False, True])
+def test_segments_that_read_a_changed_buffer_are_with_it(only_evaluation: bool) -> None:
+    """Under another name, or only in evaluation; such models were divided, or refused."""
+    batch = {"x": torch.randn(4, WIDTH)}
+    weights = [9.0, *[1.0] * (BLOCKS - 1)]
+    model = Shared(only_evaluation=only_evaluation)
+    with Pipeline(model, batch, micro_batch_size=2, chunks=2, weights=weights) as pipeline:
+        assert pipeline.partition[0] >= 2
+        pipeline.step(batch)
+
+
 def test_a_buffer_of_all_segments_is_named_if_it_needs_more_than_one_stage() -> None:
     batch = {"x": torch.randn(4, WIDTH)}
     with pytest.raises(ConfigError, match="buffer steps changes in stage 0 and is used in stage 1"):

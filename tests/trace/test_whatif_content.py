@@ -197,3 +197,28 @@ def test_equal_content_needs_neither_order_nor_dealing(
     # A schedule of the user's own cannot be simulated, which a note says.
     unknown = ContentRun(even, "1f1b").write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)
+
+
+def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    even = (SEGMENTS // RANKS,) * RANKS
+    ContentRun(even, "1f1b").write(tmp_path, monkeypatch)
+    path = next(path for path in tmp_path.iterdir() if '"pp_rank": 0' in path.read_text())
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("[1,0,7,")))
+    assert [note for note in what_if(read_run(tmp_path)).notes if "not simulated" in note] == [
+        "order, dealing and partition are not simulated: the trace lacks F or B of some "
+        "microbatches"
+    ]
+
+
+def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the analysis ended with an IndexError."""
+    even = (SEGMENTS // RANKS,) * RANKS
+    run = ContentRun(even, "1f1b")
+    answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])
+    assert 'order="time"' in [repair.flag for repair in answer.repairs]
+    assert not [repair for repair in answer.repairs if "instead of" in repair.description]

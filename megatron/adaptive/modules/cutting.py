@@ -235,16 +235,30 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
     Returns:
         Disjoint ascending ranges of at least two segments.
     """
-    spans: list[range] = []
+    # Training changes buffers that evaluation only reads, so look at all recordings together.
+    users: dict[str, set[int]] = {}
+    changed: set[str] = set()
     for tape in tapes:
-        changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
-        users: dict[str, set[int]] = {}
+        # Buffers that share memory count as one.
+        names: dict[int, str] = {}
+        for value in tape.values:
+            if value.source == "buffer" and value.storage:
+                names[value.storage] = min(value.name, names.get(value.storage, value.name))
         for call in tape.calls:
-            for number in {*call.reads, *(old for old, _ in call.changes)}:
-                value = tape.values[number]
-                if value.source == "buffer" and value.storage in changed:
-                    users.setdefault(value.name, set()).add(call.segment)
-        spans += [range(min(used), max(used) + 1) for used in users.values() if len(used) > 1]
+            read = {
+                names.get(value.storage, value.name)
+                for value in (tape.values[number] for number in call.reads)
+                if value.source == "buffer"
+            }
+            written = {tape.values[old].storage for old, _ in call.changes} & names.keys()
+            changed.update(names[storage] for storage in written)
+            for name in read.union(names[storage] for storage in written):
+                users.setdefault(name, set()).add(call.segment)
+    spans = [
+        range(min(used), max(used) + 1)
+        for name, used in users.items()
+        if name in changed and len(used) > 1
+    ]
     merged: list[range] = []
     for span in sorted(spans, key=lambda span: span.start):
         if merged and span.start < merged[-1].stop:

@@ -12,11 +12,11 @@ the settings of its video processor in place of the video processor::
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.input_files import read_json
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.pretrained import transformers_module
 
@@ -154,9 +154,13 @@ def _video_settings(folder: Path) -> dict[str, Any]:
 
 def _document(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; an empty one if there is no such file."""
-    if not path.exists():
+    # Not read_json: it refuses the length of 10**30 that tokenizers without a limit have.
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    document = read_json(path, _CORRECT)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no JSON ({first_line(error)}); {_CORRECT}") from None
     return document if isinstance(document, dict) else {}
 
 

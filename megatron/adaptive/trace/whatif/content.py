@@ -35,6 +35,8 @@ UNEQUAL = 0.05
 
 Smaller differences are noise.
 """
+_MOST_SEGMENTS = 1 << 12
+"""Maximum number of segments of a run for which another partition is searched."""
 _ROUNDS = 4
 """Maximum number of segments that are moved one by one to improve a partition."""
 _TEXTS = {"order": "ordered", "dealing": "dealt over replicas"}
@@ -76,6 +78,9 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
         parts: Operations of the steps, one entry per group of steps read at once.
     """
     header = next(iter(run.ranks.values())).header
+    if len(header.layers) != parts[0].where.num_stages or sum(header.layers) > _MOST_SEGMENTS:
+        # Without the sizes of its stages, no other partition of the run can be simulated.
+        header = replace(header, layers=())
     steps: list[list[RecordedStep]] = []
     error = 0.0
     iterations = [(ops, int(step)) for ops in parts for step in np.unique(ops.iteration)]
@@ -93,6 +98,8 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
         return ContentAnswers({}, f"order, dealing and partition are not simulated: {refusal}")
     if not steps:
         reason = f"simulated steps differ by {error:.0%} from the recorded ones"
+        if not error:
+            reason = "the trace lacks F or B of some microbatches"
         return ContentAnswers({}, f"order, dealing and partition are not simulated: {reason}")
     return ContentAnswers(_Simulation(header, steps, _segment_shares(run, header)).answers())
 
