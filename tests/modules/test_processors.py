@@ -22,6 +22,7 @@ pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
 from ..support.tuned_models import loss_of_transformers
 from .image_folders import IMAGE_FOLDERS, VIDEO_FILE, write_data, write_folder
 
+LONG = pytest.mark.long
 WORKER = str(Path(__file__).with_name("image_worker.py"))
 
 
@@ -113,7 +114,12 @@ def test_packages_that_prevent_a_processor_are_named(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", IMAGE_FOLDERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    # One family shows how ranks share samples with images.
+    [name if name == "internvl" else pytest.param(name, marks=LONG) for name in IMAGE_FOLDERS],
+)
 def test_a_family_is_tuned_with_images_on_two_processes(tmp_path: Path, name: str) -> None:
     """Losses are those of transformers, before the first step and of the saved folder."""
     require_packages(name)

@@ -76,6 +76,11 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
+# Experts without a loss that looks at whole microbatches, and documents of unequal lengths.
+EXPERT_LENGTHS = (
+    f"{MODERN_LENGTHS} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-ffn-hidden-size 48 "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
+)
 # Experts, latent attention and multi-token prediction together.
 DEEP_EXPERTS = (
     f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
@@ -107,6 +112,7 @@ MODEL_NAMES = {
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
+    EXPERT_LENGTHS: "expert-lengths",
     FULL_EXPERTS: "full-experts",
     DEEP_EXPERTS: "deep-experts",
 }
@@ -413,6 +419,12 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
+    # Orders made before the step; experts, for which documents of one row must count alone.
+    Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
+    Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
+    Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),
+    Case("adaptive", pp=2, model=EXPERT_LENGTHS, extra=f"{SLICES} 3 {PACK} {WHOLE}"),
+    Case("adaptive", dp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 16 {SPREAD}"),
 )
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
