@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sys
@@ -186,12 +187,15 @@ def machine() -> dict[str, str]:
     """Returns the facts about this machine on which sums of floating-point numbers depend."""
     import torch
 
-    return {
+    facts = {
         "torch": torch.__version__,
         "processor": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "vendor": _vendor(),
     }
+    if "MKL_CBWR" in os.environ:  # the code path that MKL takes instead of the processor's best
+        facts["mkl"] = os.environ["MKL_CBWR"]
+    return facts
 
 
 def _vendor() -> str:

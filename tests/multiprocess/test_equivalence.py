@@ -67,9 +67,9 @@ from .free_orders import free_order, write_files
 from .launch import CaseRuns
 from .variants import MISSING_SHARE, PLANTED
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1840)]
 
-LIMIT_S = 600.0  # all cases of one world size; two idle processors take a quarter of it
+LIMIT_S = 1800.0  # all cases of one world size; two idle processors take a tenth of it
 REL = 1e-5
 
 
