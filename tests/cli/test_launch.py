@@ -174,9 +174,17 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGHUP),
+        # Ctrl-C, and then the terminal is closed.
+        (signal.SIGINT, signal.SIGHUP),
+    ],
+)
 def test_a_signal_that_comes_again_lets_ranks_save(
-    number: signal.Signals, start: Launch, tmp_path: Path
+    number: signal.Signals, again: signal.Signals, start: Launch, tmp_path: Path
 ) -> None:
     # torchrun left its ranks at the second signal; they need the store that it holds.
     text = (
@@ -200,7 +208,7 @@ def test_a_signal_that_comes_again_lets_ranks_save(
         assert time.monotonic() < end
         time.sleep(0.01)
     for _ in range(5):
-        process.send_signal(number)
+        process.send_signal(again)
         time.sleep(0.02)
     (tmp_path / "again").touch()
     status, _, stderr = finish(process)

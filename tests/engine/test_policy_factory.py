@@ -16,10 +16,10 @@ import pytest
 from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.catalog import is_rule, make_schedule, policy_names
-from megatron.adaptive.schedule.memory_caps import default_cap
+from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_schedule, policy_names
+from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap
 from megatron.adaptive.schedule.microbatch_assignment import Dealer
-from megatron.adaptive.schedule.policy import Follow
+from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.schedule_file import save
 from megatron.adaptive.schedule.simulate import run_states
 from megatron.adaptive.schedule.stage_placement import Placement
@@ -146,6 +146,19 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
     orders.recut(4)
     assert orders.policy(3, forward_only=False) is policy
     assert orders.state(3, forward_only=False).num_items == 12
+
+
+def test_a_candidate_for_any_number_of_slices_gets_that_of_each_step() -> None:
+    # The length of slices was chosen, and all microbatches have as many as at the start: chunks
+    # then held half of their share, as if microbatches were whole.
+    placement = Placement(num_ranks=2, num_chunks=2, kind="v")
+    orders = Orders(schedule="auto", placement=placement, pp_rank=0, slice_shares=(0.5, 0.5))
+    orders.use(Candidate(name="adaptive", placement=placement, cap=1.5))
+    orders.recut(2)
+    policy = orders.policy(4, forward_only=False)
+    assert isinstance(policy, RulePolicy)
+    assert policy.hint == chunk_shares(placement, 0, 1.5, 2) == (4,)
+    assert orders.candidate(4).num_slices == 2
 
 
 def test_a_file_needs_the_slices_of_the_run(tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
     assert run.iterations[-1] in run.complete_iterations()
 
 
+def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Path) -> None:
+    # Nothing was measured, and so nothing chosen, if --slice-tokens was a number.
+    lengths = "--variable-seq-lengths --train-iters 6 --global-batch-size 6 --slice-tokens 32"
+    ran = losses_of(tmp_path / "ran", lengths)
+    auto = losses_of(tmp_path / "auto", f"{lengths} --pipeline-schedule auto")
+    assert auto == pytest.approx(ran, rel=1e-6)
+    log = (tmp_path / "auto.txt").read_text()
+    assert "auto simulates schedules for at most 30 s" in log
+    pattern = r"auto takes slices of 32 tokens, adaptive \((v|loop), 2 chunks.* of a slice: 32: "
+    chosen = re.search(pattern, log)
+    assert chosen is not None, log
+    assert ("stages are placed in a loop: built again" in log) == (chosen[1] == "loop")
+
+
 def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     lengths = "--variable-seq-lengths --slice-tokens 16 --model-chunks 1 --train-iters 2"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.choose_partition import Loads, choose_together
 from megatron.adaptive.schedule import anneal, choose_by_simulation, numba_kernels, simulate
 from megatron.adaptive.schedule.catalog import make_candidate
 from megatron.adaptive.schedule.choose_by_simulation import (
@@ -156,8 +157,9 @@ def test_unknown_names_and_no_draws() -> None:
         evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [])
 
 
-def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A machine on which nothing was compiled yet.
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing was compiled yet, and nothing is."""
     monkeypatch.setattr(numba_kernels, "_loops", dict)
     monkeypatch.setattr(numba_kernels, "is_cached", lambda loop: False)
     monkeypatch.setattr(anneal, "is_cached", lambda loop: False)
@@ -166,6 +168,38 @@ def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatc
         return lambda world: pytest.fail("the simulation was compiled")
 
     monkeypatch.setattr(simulate, "compiled_loop", compiles)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_orders_to_anneal_are_compared_without_compiling() -> None:
+    # All loops were compiled to compare them, whatever time was left: 32 s instead of 3 s.
+    choice = pick()
+    assert any(outcome.candidate.hint for outcome in choice.outcomes)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_partitions_of_a_small_job_are_compared_without_compiling() -> None:
+    placement = Placement(num_ranks=4, num_chunks=1)
+    heavy = Loads(
+        placement=placement,
+        partition=(2, 2, 2, 2),
+        layer_s=(((1e-3,) * 3,),) * 4,
+        beside_s=((0.0,) * 3,) * 3 + ((3e-3,) * 3,),
+        most_layers=(math.inf,) * 4,
+    )
+    decision = choose_together(
+        heavy,
+        StageProfile(times=heavy.stage_times(heavy.partition)),
+        {"loop": lambda partition: 32.0},
+        gain=0.02,
+        num_microbatches=8,
+        splittable=True,
+    )
+    assert decision.partition is not None
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "_compiled", lambda: SimpleNamespace(signatures=[]))
     # The time that is left would not suffice to compile the annealing.
     choice = pick(until_s=time.monotonic() + anneal.COMPILE_S)

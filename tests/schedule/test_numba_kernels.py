@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +169,22 @@ def test_compiled_code_is_found_on_the_disk() -> None:
     loop = numba_kernels.compiled_loop(runtime_rules.depth_first)
     assert loop.signatures
     assert numba_kernels.is_cached(loop)
+
+
+PLAIN = """
+from megatron.adaptive.schedule import anneal, numba_kernels, runtime_rules
+
+assert anneal.compile_s() == 0.0
+assert not numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.LOADED_FROM)
+assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILED_FROM)
+"""
+
+
+def test_numba_may_be_told_not_to_compile() -> None:
+    """With NUMBA_DISABLE_JIT, as for a debugger, auto ended with an AttributeError."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    command = [sys.executable, "-c", PLAIN]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,8 @@ The command line is that of torchrun. The differences from torchrun are:
 - A failed job prints one line about the failed rank, without torchrun's traceback.
 - Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
-- A second SIGTERM or SIGHUP changes nothing: the ranks finish saving. A second Ctrl-C ends the job.
+- SIGTERM or SIGHUP after Ctrl-C or each other changes nothing: the ranks finish saving. A second
+  Ctrl-C ends the job.
 - SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
   of a job shortly before the job's time limit.
 """
@@ -106,7 +107,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _end_once() -> None:
-    """Makes torchrun treat further SIGTERM and SIGHUP as the same request as the first one.
+    """Makes torchrun treat a SIGTERM or SIGHUP after another signal as the same request.
 
     While torchrun waits for its ranks to save, a second signal would make it exit at once, and the
     ranks would lose their key-value store before they have saved. If the parent process is killed,
@@ -120,10 +121,9 @@ def _end_once() -> None:
 
     def end_or_wait(number: int, frame: FrameType | None) -> None:
         nonlocal has_asked
-        is_request = number in (signal.SIGTERM, signal.SIGHUP)
-        if is_request and has_asked:
+        if has_asked and number in (signal.SIGTERM, signal.SIGHUP):
             return
-        has_asked = has_asked or is_request
+        has_asked = True
         end(number, frame)
 
     # torchrun looks up its handler by this name just before it starts the ranks.

@@ -142,8 +142,11 @@ class Orders:
                 numbers.
         """
         self._counts = num_slices
-        if isinstance(num_slices, int) and num_slices != len(self._shares):
+        if not isinstance(num_slices, int):
+            return
+        if num_slices != len(self._shares):
             self._shares = (1 / num_slices,) * num_slices
+        if num_slices != self._chosen.num_slices:  # use() may have set a candidate for any number
             self._chosen = replace(self._chosen, num_slices=num_slices)
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:

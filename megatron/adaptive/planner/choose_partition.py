@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -39,7 +40,14 @@ import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.catalog import DEFAULT_PIECES, Candidate
-from megatron.adaptive.schedule.choose_by_simulation import ScheduleChoice, choose, evaluate
+from megatron.adaptive.schedule.choose_by_simulation import (
+    CandidateOutcome,
+    ScheduleChoice,
+    choose,
+    evaluate,
+    loop_of,
+    num_actions,
+)
 from megatron.adaptive.schedule.memory_caps import with_rounding
 from megatron.adaptive.schedule.stage_placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
@@ -250,12 +258,12 @@ def simulated_step(
         num_microbatches: Number of microbatches per step.
     """
     step_s_of: dict[Partition, float] = {}
+    runs = _Runs(num_microbatches)
 
     def step_s(partition: Partition) -> float:
         if partition not in step_s_of:
             profile = StageProfile(times=loads.stage_times(partition))
-            outcome = evaluate(candidate, num_microbatches, profile, (0,))
-            step_s_of[partition] = outcome.mean_s
+            step_s_of[partition] = runs.evaluate(candidate, profile).mean_s
         return step_s_of[partition]
 
     return step_s
@@ -397,6 +405,24 @@ def _decision(
     )
 
 
+class _Runs:
+    """Simulates steps, and compiles a simulation once its earlier runs have shown that this pays.
+
+    Args:
+        num_microbatches: Number of microbatches per step.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self._actions: Counter[str] = Counter()  # simulated up to now, by compiled loop
+
+    def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
+        """Simulates one step of a candidate."""
+        loop = loop_of(candidate)
+        self._actions[loop] += num_actions(candidate, self._num_microbatches)
+        return evaluate(candidate, self._num_microbatches, profile, (0,), self._actions[loop])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Job:
     """Inputs of :func:`choose_together` that do not change, with methods that simulate under them.
@@ -421,6 +447,10 @@ class _Job:
     also: Sequence[str]
     until_s: float
     num_slices: int
+
+    @cached_property
+    def _runs(self) -> _Runs:
+        return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
         """Returns a copy of the measured profile that has a partition's stage times."""
@@ -484,9 +514,7 @@ class _Job:
         def step_s(partition: Partition) -> float:
             times = self._profile_of(loads, partition)
             most = with_rounding(limit(partition))
-            runs = (
-                evaluate(candidate, self.num_microbatches, times, (0,)) for candidate in candidates
-            )
+            runs = (self._runs.evaluate(candidate, times) for candidate in candidates)
             return min((run.mean_s for run in runs if run.peak_units <= most), default=math.inf)
 
         return _quickest(loads, start, step_s)[0]
@@ -494,7 +522,7 @@ class _Job:
     def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
         """Returns the simulated step time in seconds under a chosen schedule and its placement."""
         times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
-        return evaluate(choice.best, self.num_microbatches, times, (0,)).mean_s
+        return self._runs.evaluate(choice.best, times).mean_s
 
 
 def balanced(loads: Loads) -> Partition:

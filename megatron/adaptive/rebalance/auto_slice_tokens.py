@@ -3,7 +3,8 @@
 Steps 2 to 4 are measured with the first length of slices; step 1 is warm-up. The same number of
 steps is measured with slices of the next longer length. Then rank 0 simulates the documents of the
 measured steps with each length (``schedule/choose_slice_tokens.py``), while all other ranks wait.
-Losses and gradients depend neither on the length of slices nor on the order of actions.
+Losses and gradients depend neither on the length of slices nor on the order of actions. If
+``--slice-tokens`` is a number, only steps 2 to 4 are measured, and only this length is simulated.
 
 The training loop builds the run again with the length and the placement that were chosen.
 """
@@ -69,7 +70,8 @@ class LengthTuner:
 
     Args:
         run: Run to measure.
-        before: Measurements of all ranks with another length, ``None`` for the first length.
+        before: Measurements of all ranks with another length. ``None`` for the first length, and
+            if the length is given.
         say: Function that writes a line to the log; it is called on all ranks.
     """
 
@@ -81,7 +83,7 @@ class LengthTuner:
         self._say = say
         self._steps = 0
         tokens = run.job.config.slice_tokens
-        assert tokens is not None  # this class is for --slice-tokens auto
+        assert tokens is not None  # this class is for --slice-tokens
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self._trial = LengthTrial(tokens=tokens, sample=Sample(pp_rank=pp_rank))
         self.trials: list[LengthTrial] = []
@@ -97,8 +99,8 @@ class LengthTuner:
 
         Returns:
             Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
-            The first decision is to measure another length. ``trials`` then has the measurements
-            of all ranks for the tuner of that length.
+            The first decision is to measure another length, unless the length is given. ``trials``
+            then has the measurements of all ranks for the tuner of that length.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -121,10 +123,11 @@ class LengthTuner:
             timeout_s=job.config.schedule.pipeline_timeout_s,
         )
         self.trials = job.gather(self._trial)
-        if self._before is None:
+        if self._before is None and job.config.tokens_to_choose:
             return job.on_first(self._next_length)
         limit = f"{self._limit_s:g} s"
-        self._say(f"auto simulates lengths for at most {limit}; all ranks wait for rank 0")
+        what = "lengths" if job.config.tokens_to_choose else "schedules"
+        self._say(f"auto simulates {what} for at most {limit}; all ranks wait for rank 0")
         return job.on_first(self._choose_in_time)
 
     def _add(self, times: RankTimes, lengths: Sequence[int]) -> None:
@@ -175,11 +178,11 @@ class LengthTuner:
         return self._run.job.config.schedule.activation_cap
 
     def _choose(self) -> TokensChoice:
-        assert self._before is not None
         config = self._run.job.config
         engine = self._run.forward_backward
         assert isinstance(engine, ForwardBackward)
-        trials = [*self._before, *self.trials]
+        before = self._before or []
+        trials = [*before, *self.trials]
         lanes: dict[tuple[ActionKind, int], list[Timed]] = defaultdict(list)
         for trial in trials:
             for lane, rows in trial.actions.items():
@@ -196,7 +199,7 @@ class LengthTuner:
             room=lambda tokens, placement: self._room(present, tokens, placement),
             cap=self._cap,
         )
-        steps = self._before[0].lengths + latest.lengths
+        steps = [lengths for trial in (*before[:1], latest) for lengths in trial.lengths]
         others = [tokens for tokens in config.tokens_to_choose if tokens != latest.tokens]
         return choose_tokens(
             [latest.tokens, *others],

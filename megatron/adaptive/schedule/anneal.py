@@ -37,7 +37,7 @@ import numpy as np
 
 from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.memory_caps import with_rounding
-from megatron.adaptive.schedule.numba_kernels import compile_function, is_cached
+from megatron.adaptive.schedule.numba_kernels import compile_function, has_code, is_cached
 from megatron.adaptive.schedule.policy import actions_of
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.schedule import Schedule
@@ -269,7 +269,7 @@ def _compiled() -> Any:
 def compile_s() -> float:
     """Returns about how many seconds the next call of :func:`improve` may need to compile."""
     compiled = _compiled()
-    return 0.0 if compiled.signatures or is_cached(compiled) else COMPILE_S
+    return 0.0 if has_code(compiled) or is_cached(compiled) else COMPILE_S
 
 
 def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:

@@ -199,7 +199,7 @@ def choose(
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
         in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, offered)
         simulated = (
-            evaluate(candidate, num_microbatches, profile, seeds, planned[_loop_of(candidate)])
+            evaluate(candidate, num_microbatches, profile, seeds, planned[loop_of(candidate)])
             for candidate in in_time
         )
         return [outcome for outcome in simulated if outcome.peak_units <= with_rounding(most)]
@@ -215,11 +215,11 @@ def choose(
         num_slices=num_slices,
     )
     for candidate in offered:
-        planned[_loop_of(candidate)] += len(seeds) * _num_actions(candidate, num_microbatches)
+        planned[loop_of(candidate)] += len(seeds) * num_actions(candidate, num_microbatches)
     outcomes = fitting(offered)
     # Compiling must not take the time in which the result is expected.
     if not quick and time.monotonic() + compile_s() < until_s:
-        outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces))
+        outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces, planned))
     is_late = time.monotonic() >= until_s
     if not outcomes and is_late:
         raise ScheduleError("no schedule was simulated in time: the processors are busy")
@@ -252,12 +252,12 @@ def _fastest(
     return ScheduleChoice(best=best.candidate, outcomes=tuple(ranked), reason=reason)
 
 
-def _loop_of(candidate: Candidate) -> str:
+def loop_of(candidate: Candidate) -> str:
     """Returns a name that is equal for candidates whose simulation has the same compiled loop."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
-def _num_actions(candidate: Candidate, num_microbatches: int) -> int:
+def num_actions(candidate: Candidate, num_microbatches: int) -> int:
     """Returns the number of actions on all ranks in a step."""
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
     return items * (2 + candidate.weight_pieces)
@@ -358,11 +358,13 @@ def _annealed(
     profile: StageProfile,
     limit: float,
     pieces: int,
+    planned: Counter[str],
 ) -> list[Candidate]:
     """Returns candidates whose order was improved by simulated annealing.
 
     Annealing uses the mean times, and starts from the candidate that is fastest with the mean
-    times.
+    times. ``planned`` has the number of simulated actions by loop, and the simulations here are
+    added to it.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()
@@ -372,7 +374,12 @@ def _annealed(
     starts = [candidate for candidate in tried if candidate.weight_pieces == int(splits)]
     if not starts:
         return []
-    runs = (evaluate(start, num_microbatches, quiet, (0,)).example for start in starts)
+    for start in starts:
+        planned[loop_of(start)] += num_actions(start, num_microbatches)
+    runs = (
+        evaluate(start, num_microbatches, quiet, (0,), planned[loop_of(start)]).example
+        for start in starts
+    )
     best = min(runs, key=lambda run: run.makespan_s)
     cap = min(limit, float(num_microbatches))
     hint = improve(best.to_schedule("best"), best.workload, cap)

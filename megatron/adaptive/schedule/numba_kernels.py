@@ -52,11 +52,21 @@ def is_loaded(rule: Rule) -> bool:
     """
     loop = _loops().get(rule)
     # A loop that was made but never called has no code yet.
-    return loop is not None and bool(getattr(loop, "signatures", True))
+    return loop is not None and has_code(loop)
+
+
+def has_code(loop: Any) -> bool:
+    """Returns whether a function from this module runs without compiling.
+
+    With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which have nothing to compile.
+    """
+    return bool(getattr(loop, "signatures", True))
 
 
 def is_cached(loop: Any) -> bool:
     """Returns whether the disk has the compiled code of a function that numba compiles."""
+    if not hasattr(loop, "stats"):  # a plain function, as numba is told not to compile
+        return False
     folder = Path(loop.stats.cache_path)
     return any(folder.glob(f"*{glob.escape(loop.py_func.__qualname__)}-*.nbi"))
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class SliceLengths(Hook):
     """Measures the first steps with two lengths of slices, and changes to the length chosen.
 
-    Does nothing unless ``--slice-tokens`` is ``auto``. All ranks make the same decisions. A
-    decision takes effect before the next step.
+    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is given. If that
+    is a number, only one length is measured, and cap and placement are chosen for it. All ranks
+    make the same decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -28,7 +29,10 @@ class SliceLengths(Hook):
         self._due: TokensChoice | None = None
         self._tuner: LengthTuner | None = None
         self._trials: list[LengthTrial] = []
-        if live.config.tokens_to_choose and not live.config.run.skip_train:
+        config = live.config
+        is_auto = config.schedule.pipeline_schedule == "auto" and config.slice_tokens is not None
+        # A single rank never waits for another.
+        if is_auto and live.run.placement.num_ranks > 1 and not config.run.skip_train:
             self._tuner = self._make_tuner(None)
 
     def _make_tuner(self, before: list[LengthTrial] | None) -> LengthTuner:
@@ -55,12 +59,12 @@ class SliceLengths(Hook):
         kind = live.run.placement.kind if order is None else order.placement.kind
         is_same = kind == live.run.placement.kind
         trials, self._trials = self._trials, []
-        if due.tokens != live.config.slice_tokens or not is_same:
+        is_as_long = due.tokens == live.config.slice_tokens
+        if not (is_as_long and is_same):
+            changes = {} if is_as_long else {"tokens": due.tokens}
             begin_s = time.perf_counter()
             try:
-                live.rebuild(
-                    iteration, live.release, kind=None if is_same else kind, tokens=due.tokens
-                )
+                live.rebuild(iteration, live.release, kind=None if is_same else kind, **changes)
             except DeviceMemoryError as error:
                 if not hasattr(live, "run"):
                     raise
