@@ -126,8 +126,8 @@ class LengthTuner:
         if self._before is None and job.config.tokens_to_choose:
             return job.on_first(self._next_length)
         limit = f"{self._limit_s:g} s"
-        what = "lengths" if job.config.tokens_to_choose else "schedules"
-        self._say(f"auto simulates {what} for at most {limit}; all ranks wait for rank 0")
+        compared = "lengths" if job.config.tokens_to_choose else "schedules"
+        self._say(f"auto simulates {compared} for at most {limit}; all ranks wait for rank 0")
         return job.on_first(self._choose_in_time)
 
     def _add(self, times: RankTimes, lengths: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ def has_code(loop: Any) -> bool:
 
 def is_cached(loop: Any) -> bool:
     """Returns whether the disk has the compiled code of a function that numba compiles."""
-    if not hasattr(loop, "stats"):  # a plain function, as numba is told not to compile
+    if not hasattr(loop, "stats"):  # a plain function, because NUMBA_DISABLE_JIT is set
         return False
     folder = Path(loop.stats.cache_path)
     return any(folder.glob(f"*{glob.escape(loop.py_func.__qualname__)}-*.nbi"))
