@@ -76,7 +76,9 @@ def replayed(path: Path) -> list[Row]:
         ("microbatches dealt over replicas, 1F1B", "1f1b", True),
         ("both", "adaptive", True),
     ):
-        adapted = [times.step_s(step, schedule, dealt=dealt, pieces=DEFAULT_PIECES) for step in steps]
+        adapted = [
+            times.step_s(step, schedule, dealt=dealt, pieces=DEFAULT_PIECES) for step in steps
+        ]
         speeds[name] = ratios(base, adapted)
     best = max(speeds, key=lambda name: statistics.median(speeds[name]))
     goal = next((goal for ending, goal in TRACE_GOALS.items() if path.stem.endswith(ending)), None)

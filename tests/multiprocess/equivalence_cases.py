@@ -30,8 +30,8 @@ MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
 # DeepSeek: latent attention, two tokens more to predict, a loss per token.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-# Packing changes the numbers since megatron-core 0.17, which weights a microbatch's predicted losses
-# by its number of documents per token.
+# Packing changes the numbers since megatron-core 0.17, which weights a microbatch's predicted
+# losses by its number of documents per token.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "

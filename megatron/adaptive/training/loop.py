@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.adaptive.checkpoint.saver import CheckpointSaver
 from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints, Progress, RunState
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -255,7 +256,16 @@ class TrainingRun:
             self.dealing.finish()
         del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
 
-    def rebuild(self, iteration: int, release: Callable[[], None], **changes: Any) -> Run:
+    def rebuild(
+        self,
+        iteration: int,
+        release: Callable[[], None],
+        *,
+        kind: PlacementKind | None = None,
+        partition: Sequence[int] | None = None,
+        slices: int | None = None,
+        tokens: int | None = None,
+    ) -> Run:
         """Replaces the run by one with other stages or slices, and the same state. Collective.
 
         Connects the loader to the new trace. The rank that now has the loss writes the log.
@@ -263,14 +273,19 @@ class TrainingRun:
         Args:
             iteration: Number of the last iteration.
             release: Callback that drops all references to the run, with :meth:`release`.
-            **changes: Arguments of ``move_stages``.
+            kind: New placement of stages on ranks; ``None`` for the current placement.
+            partition: New number of layers per stage; ``None`` for the current partition.
+            slices: New number of slices of each sequence; ``None`` for the current number.
+            tokens: New number of tokens of each slice; ``None`` for the current number.
 
         Raises:
             DeviceMemoryError: A rank lacks memory. If the run still exists, it is unchanged.
         """
         self.checkpoints.saver.wait()
         self.report_position(f"the move of layers after iteration {iteration}")
-        moved = move_stages([self.run], release, **changes)
+        moved = move_stages(
+            [self.run], release, kind=kind, partition=partition, slices=slices, tokens=tokens
+        )
         self.adopt(moved)
         self.connect(moved)
         self.close_loader()

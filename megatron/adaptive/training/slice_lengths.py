@@ -61,10 +61,14 @@ class SliceLengths(Hook):
         trials, self._trials = self._trials, []
         is_as_long = due.tokens == live.config.slice_tokens
         if not (is_as_long and is_same):
-            changes = {} if is_as_long else {"tokens": due.tokens}
             begin_s = time.perf_counter()
             try:
-                live.rebuild(iteration, live.release, kind=None if is_same else kind, **changes)
+                live.rebuild(
+                    iteration,
+                    live.release,
+                    kind=None if is_same else kind,
+                    tokens=None if is_as_long else due.tokens,
+                )
             except DeviceMemoryError as error:
                 if not hasattr(live, "run"):
                     raise
