@@ -17,21 +17,23 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 from .launch import TIMED_LAYERS, torchrun
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
+LIMIT_S = 200.0  # one job; two idle processors take a tenth of it
+# Ranks wait half of the timeout for a choice. A busy machine needs more than half a minute for it.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
     "--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --log-interval 1 "
     "--attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 2 --model-chunks 2 "
-    "--distributed-timeout-minutes 1 --train-iters 6"
+    "--distributed-timeout-minutes 2 --train-iters 6"
 )
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
     """Losses of all iterations."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
-    torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=100)
+    torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
@@ -88,6 +90,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
     # Each action takes its time, however few tokens it has, so slices only add time.
     monkeypatch.setenv("LAYER_MS", "10")
+    monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"
     auto = f"{longer} --pipeline-schedule auto --sequence-slices auto --trace-dir {traces}"
     assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
@@ -100,10 +103,9 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
     pattern = r"hinted follows .* relative to a forward, messages take [0-9.]+, B [0-9.]+ and W "
     assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
-    # A busy machine may hide what slices add.
-    number = 1 if "sequences are now whole: built again" in log else 2
+    assert "sequences are now whole: built again" in log
     run = read_run(traces)
-    assert run.num_slices == number
+    assert run.num_slices == 1
     assert run.iterations[-1] in run.complete_iterations()
 
 

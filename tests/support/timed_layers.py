@@ -8,6 +8,7 @@ compute the same as without sleeping, and the losses are the same. Variables of 
 ``EXPERT_FACTOR``  factor of layers with experts; 1 by default
 ``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
                    tokens, both as of one document of 128; without it lengths do not matter
+``EXACT_TIMES``    whether ``auto`` gets the chosen times, not those that a busy machine adds to
 ``SLOW_RANKS``     global ranks, separated by commas, on which everything takes longer
 ``SLOW_FACTOR``    factor of the time on these ranks
 ``SLOW_STEPS``     ``7-16``: they are slow only from the 7th step of this process to the 15th
@@ -18,6 +19,7 @@ compute the same as without sleeping, and the losses are the same. Variables of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -42,8 +44,10 @@ from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
 from megatron.adaptive.gpt import train_step  # noqa: E402
 from megatron.adaptive.gpt.forward import feed  # noqa: E402
+from megatron.adaptive.rebalance.auto_schedule import Tuner  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
+from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
@@ -81,6 +85,30 @@ def time_each_layer(seconds: float) -> None:
         return result
 
     TransformerLayer.forward = timed
+
+
+def report_exact_times(layer_s: float) -> None:
+    """Gives ``--pipeline-schedule auto`` the chosen time of each action in place of the measured.
+
+    A busy machine makes some actions many times as long. A measured time that is shorter than the
+    chosen one is an error.
+
+    Args:
+        layer_s: Seconds of a layer's forward.
+    """
+    decide = Tuner.after_step
+
+    def after_step(tuner: Tuner, times: RankTimes, num_microbatches: int) -> Any:
+        layers = [sum(map(factor_of, chunk.modules())) for chunk in tuner.chunks]
+        exact: list[tuple[Action, int]] = []
+        for action, measured_ns in times.actions:
+            share = {ActionKind.F: 1.0, ActionKind.B: 2.0}.get(action.kind, 0.0)
+            least_ns = int(share * layer_s * layers[action.chunk] * 1e9)
+            assert measured_ns >= 0.9 * least_ns, f"{action} took only {measured_ns} ns"
+            exact.append((action, max(least_ns, 1000)))
+        return decide(tuner, dataclasses.replace(times, actions=tuple(exact)), num_microbatches)
+
+    Tuner.after_step = after_step  # type: ignore[method-assign]
 
 
 def factor_of(module: Any) -> float:
@@ -200,6 +228,8 @@ if __name__ == "__main__":
         time_layers(layer_s, slow)
         if "LAYER_PAIRS" in os.environ:
             keep_microbatches()
+        if "EXACT_TIMES" in os.environ:
+            report_exact_times(layer_s)
         if "EXPERT_FACTOR" in os.environ:
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:
