@@ -122,7 +122,8 @@ def between_two(function):
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        dist.destroy_process_group()
+        if dist.is_initialized():  # otherwise its error would replace that of the start
+            dist.destroy_process_group()
 
 def exchanged_parts():
     from megatron.core.tensor_parallel.mappings import all_to_all

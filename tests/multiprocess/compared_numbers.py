@@ -79,14 +79,19 @@ def differences(numbers: Numbers, expected: Numbers) -> Numbers:
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
     """How far each number of a job may be from the reference: what rounding explains."""
-    spread = differences(
-        numbers_of(with_other_sums(reference), outcome, further),
-        numbers_of(reference, outcome, further),
-    )
+    expected = numbers_of(reference, outcome, further)
+    spreads = [
+        differences(numbers_of(other, outcome, further), expected)
+        for other in with_other_sums(reference)
+    ]
+    largest = {
+        name: [max(values) for values in zip(*(spread[name] for spread in spreads), strict=True)]
+        for name in spreads[0]
+    }
     return {
         # Later iterations start from numbers that an earlier one rounded differently.
         name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
-        for name, values in spread.items()
+        for name, values in largest.items()
     }
 
 

@@ -615,6 +615,6 @@ COMPARED = (
 )
 
 
-def with_other_sums(case: Case) -> Case:
-    """The same job with its sums in another order."""
-    return dataclasses.replace(case, variant=OTHER_SUMS)
+def with_other_sums(case: Case) -> tuple[Case, ...]:
+    """The same job with its sums in each other order."""
+    return tuple(dataclasses.replace(case, variant=variant) for variant in OTHER_SUMS)

@@ -2,8 +2,8 @@
 
 Two programs that compute the same numbers in different orders differ by rounding, by how much
 depends on the processor. A test that compares them therefore measures it: one process trains the
-same model twice, the second time with every sum taken in another order (:func:`other_sums`). What
-must be found nevertheless is an error that is planted into one process (:func:`plant`).
+same model again with every sum taken in other orders (:func:`other_sums`). What must be found
+nevertheless is an error that is planted into one process (:func:`plant`).
 """
 
 from __future__ import annotations
@@ -76,13 +76,14 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
     return names
 
 
-def _in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Returns a product of matrices as the sum of two: the second half of the terms first.
+def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Returns a product of matrices as the sum of two: the first part of the terms comes last.
 
     Args:
         product: Form of the operator that writes to ``out``, which :func:`other_sums` leaves alone.
         left: Left matrix or matrices.
         right: Right matrix or matrices.
+        divisor: Number of terms, divided by the number of terms in the first part.
     """
 
     def part(first: int, last: int) -> torch.Tensor:
@@ -91,36 +92,55 @@ def _in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.T
         return result
 
     terms = left.shape[-1]
-    half = terms // 2
-    if half == 0:
+    first = terms // divisor
+    if first == 0:
         return part(0, terms)
-    late = part(half, terms)
-    return late + part(0, half)
+    late = part(first, terms)
+    return late + part(0, first)
 
 
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return _in_halves(torch.ops.aten.mm.out, left, right)
+class _OtherProducts:
+    """Multiplies matrices in two parts; a method replaces the operator of its name.
 
+    Args:
+        divisor: Number of terms, divided by the number of terms in the first part.
+    """
 
-def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return _in_halves(torch.ops.aten.bmm.out, left, right)
+    def __init__(self, divisor: int) -> None:
+        self._divisor = divisor
 
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return _in_two(torch.ops.aten.mm.out, left, right, self._divisor)
 
-def _addmm(
-    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    if (beta, alpha) == (1, 1):
-        return bias + _mm(left, right)
-    result = left.new_empty(left.shape[0], right.shape[1])
-    torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=result)
-    return result
+    def bmm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return _in_two(torch.ops.aten.bmm.out, left, right, self._divisor)
 
+    def addmm(
+        self,
+        bias: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+    ) -> torch.Tensor:
+        if (beta, alpha) == (1, 1):
+            return bias + self.mm(left, right)
+        result = left.new_empty(left.shape[0], right.shape[1])
+        torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=result)
+        return result
 
-def _baddbmm(
-    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    product = _bmm(left, right)
-    return alpha * product if beta == 0 else beta * bias + alpha * product
+    def baddbmm(
+        self,
+        bias: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+    ) -> torch.Tensor:
+        product = self.bmm(left, right)
+        return alpha * product if beta == 0 else beta * bias + alpha * product
 
 
 @contextlib.contextmanager
@@ -130,12 +150,13 @@ def other_sums(variant: str) -> Iterator[None]:
     Only the operators that multiply matrices are replaced. A ``TorchDispatchMode`` would see every
     operator, and training would take more than twice as long.
     """
-    if variant != OTHER_SUMS:
+    if variant not in OTHER_SUMS:
         yield
         return
+    products = _OtherProducts(OTHER_SUMS[variant])
     library = torch.library.Library("aten", "IMPL")
-    for function in (_mm, _bmm, _addmm, _baddbmm):
-        library.impl(function.__name__.removeprefix("_"), function, "CPU")
+    for name in ("mm", "bmm", "addmm", "baddbmm"):
+        library.impl(name, getattr(products, name), "CPU")
     try:
         yield
     finally:

@@ -93,7 +93,8 @@ def cases_of(item: pytest.Item) -> list[Case]:
     for value in arguments.params.values():
         cases += value if isinstance(value, tuple) else [value]
     references = [case.reference for case in cases]
-    return [*cases, *references, *map(with_other_sums, references), PLAIN]
+    others = (other for reference in references for other in with_other_sums(reference))
+    return [*cases, *references, *others, PLAIN]
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Pat
     auto = losses_of(tmp_path / "auto", f"{lengths} --pipeline-schedule auto")
     assert auto == pytest.approx(ran, rel=1e-6)
     log = (tmp_path / "auto.txt").read_text()
-    assert "auto simulates schedules for at most 30 s" in log
+    assert "auto simulates schedules for at most 60 s" in log
     pattern = r"auto takes slices of 32 tokens, adaptive \((v|loop), 2 chunks.* of a slice: 32: "
     chosen = re.search(pattern, log)
     assert chosen is not None, log
