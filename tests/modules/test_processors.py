@@ -113,6 +113,18 @@ def test_packages_that_prevent_a_processor_are_named(
         load_processor(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("config.json", "[]")],
+)
+def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> None:
+    # transformers raised KeyError or AttributeError, which ended programs with a traceback.
+    folder = write_folder("qwen2_5_vl", tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match="no tokenizer or processor that transformers can read"):
+        load_processor(folder)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(

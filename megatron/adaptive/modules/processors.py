@@ -42,6 +42,10 @@ class VideoSettings(dict[str, Any]):
             raise AttributeError(name) from None
 
 
+_FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+"""Errors of transformers for folders whose files are missing, damaged, or of another form."""
+
+
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Returns the processor of a model, or its tokenizer if the model takes only text.
 
@@ -66,7 +70,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
             if processor is None:
                 raise
             return processor
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except _FAILURES as error:
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read "
             f"({_reason(folder, error)}): name the folder of a model"
@@ -94,7 +98,9 @@ def _reason(folder: Path, error: Exception) -> str:
                 f"torchvision cannot be imported: {first_line(cause)}; install the torchvision of "
                 "the installed torch, or remove it"
             )
-    return first_line(error)
+    # The message of these errors is only a name that the damaged file should have had.
+    name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
+    return f"{name}{first_line(error)}"
 
 
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
