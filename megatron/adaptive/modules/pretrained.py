@@ -83,7 +83,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         return transformers.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: {(str(error).splitlines() or ['not readable'])[0]}") from error
 
 
