@@ -52,7 +52,7 @@ class SecondOfTwo:
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If samples are not kept; before, each process encoded the samples of all replicas."""
+    """A process without room to keep samples encoded those of all replicas again at each use."""
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"text": "a" * (number + 2)}) for number in range(11)]
     path.write_text("\n".join(lines))

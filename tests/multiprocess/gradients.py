@@ -77,7 +77,7 @@ def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
 
 
 def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Returns a product of matrices as the sum of two: the first part of the terms comes last.
+    """Multiplies matrices in two parts, and adds the first part of the terms last.
 
     Args:
         product: Form of the operator that writes to ``out``, which :func:`other_sums` leaves alone.
