@@ -133,6 +133,34 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("collective", ["broadcast_object_list", "all_gather_object"])
+def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
+    collective: str, start: Launch
+) -> None:
+    # Rank 0 kills itself before the ranks compare their settings, or tell their places.
+    text = (
+        "import os, signal, sys\n"
+        "import torch.distributed as dist\n"
+        "from megatron.adaptive.cli.pretrain_gpt import run\n"
+        f"original = dist.{collective}\n"
+        "def die(*args, **options):\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return original(*args, **options)\n"
+        f"dist.{collective} = die\n"
+        f"sys.exit(run({TRAINER.split()!r} + ['--pipeline-model-parallel-size', '2']))\n"
+    )
+    status, _, stderr = finish(start(text, 2))
+    assert status != 0
+    assert "Traceback" not in stderr
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert any(
+        re.match(r"error: rank 0 \(pid \d+\) was killed by signal 9", line) for line in lines
+    )
+    assert len(lines) <= 2  # the launcher's line, and that of rank 1 if it notices the loss first
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("code", [2, 3])
 def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> None:
     text = (

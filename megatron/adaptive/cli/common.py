@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from megatron.adaptive.config.environment import too_many_files
+from megatron.adaptive.config.environment import Environment, too_many_files
 from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.errors import AdaptiveError
 
@@ -53,7 +53,20 @@ def expected(error: Exception) -> AdaptiveError | None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
             return too_many_files(str(cause.strerror))
         cause = cause.__cause__
-    return error if isinstance(error, AdaptiveError) else None
+    return error if isinstance(error, AdaptiveError) else _lost_peer(error)
+
+
+def _lost_peer(error: Exception) -> AdaptiveError | None:
+    """Converts a library's error about a broken connection between ranks.
+
+    A rank that has not started to watch the other ranks yet learns in this way that one has exited.
+    """
+    if "torch.distributed" not in sys.modules:
+        return None
+    # Most commands never use torch, whose import takes seconds.
+    from megatron.adaptive.engine.process_context import lost_peer
+
+    return lost_peer(error, Environment.read().rank)
 
 
 def end_at_once(number: int, frame: object) -> None:
