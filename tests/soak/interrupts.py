@@ -60,6 +60,8 @@ _BAD = re.compile(
 _REASON = re.compile(
     r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
 )
+_SHOWN_LINES = 40
+"""Number of lines of a log that a report shows from the first bad line on."""
 _LOST = "errors.PeerLostError: "
 _SHARED = Path("/dev/shm")
 _LAUNCH = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
@@ -398,7 +400,8 @@ def _judge(
     if any("init_import_site" in line for line in lines):
         bad = []  # the interpreter had not started any program yet
     if bad:
-        faults.append(f"{bad[0][:200]!r} in {job.log}")
+        first = lines.index(bad[0])
+        faults.append("\n".join([f"in {job.log}:", *lines[first : first + _SHOWN_LINES]]))
     reasons = [line for line in lines if _REASON.search(line)]
     # Ranks, launcher or manager, and agents.
     if len(reasons) > 5:
