@@ -64,8 +64,11 @@ class SlicedRun:
     @property
     def cuts(self) -> list[Cut]:
         """Returns where each row is cut."""
+        return [self._cut(row) for row in self.rows]
+
+    def _cut(self, row: Sequence[int]) -> Cut:
         rule = SliceRule(slices=1, tokens=self.tokens, is_packed=True, varies=True)
-        return [rule.cut(self._width(row), row) for row in self.rows]
+        return rule.cut(self._width(row), row)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -75,9 +78,13 @@ class SlicedRun:
     def _width(self, row: Sequence[int]) -> int:
         return -(-sum(row) // self.tokens) * self.tokens
 
+    def step_s(self, rows: Sequence[Sequence[int]]) -> float:
+        """Returns the simulated time of a step that runs these rows of documents, in seconds."""
+        return self._simulated([self._cut(row) for row in rows])[0].makespan_s
+
     def write(self, folder: Path) -> float:
         """Writes a trace file per rank, and returns the time of a step in seconds."""
-        result, policies = self._simulated()
+        result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)
         lengths = tuple((self._width(row), *row) for row in self.rows)
@@ -96,19 +103,20 @@ class SlicedRun:
             (folder / trace_file_name(rank)).write_text(text, encoding="ascii")
         return result.makespan_s
 
-    def _simulated(self) -> tuple[SimResult, Sequence[Policy]]:
+    def _simulated(self, cuts: Sequence[Cut]) -> tuple[SimResult, Sequence[Policy]]:
         """Returns a simulated step, and the policies of its ranks."""
-        work = [cut.work(n) for cut in self.cuts for n in range(len(cut.ends))]
+        counts = tuple(len(cut.ends) for cut in cuts)
+        work = [cut.work(n) for cut in cuts for n in range(len(cut.ends))]
         slice_s = [self.fixed_s + t * TOKEN_S + p * PAIR_S for t, p in work]
         pieces = self.num_chunks - 1
         seconds = np.zeros((3, self.num_ranks * self.num_chunks, len(work)))
         seconds[0] = slice_s
         seconds[1] = np.multiply(slice_s, 2 - pieces)
         seconds[2] = np.multiply(slice_s, pieces)
-        candidate = candidate_for("adaptive", self.num_ranks, self.num_chunks, self.counts, pieces)
+        candidate = candidate_for("adaptive", self.num_ranks, self.num_chunks, counts, pieces)
         placement = candidate.placement
-        workload = work_of_items(placement, seconds, Link(latency_s=LATENCY_S), {}, self.counts)
-        policies = candidate.policies(len(self.counts), self.counts)
+        workload = work_of_items(placement, seconds, Link(latency_s=LATENCY_S), {}, counts)
+        policies = candidate.policies(len(counts), counts)
         return candidate.simulate(workload, compiled=False, policies=policies), policies
 
     def _header(self, rank: int, kind: str) -> TraceHeader:
