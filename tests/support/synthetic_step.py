@@ -151,10 +151,10 @@ class _Step:
                     cause = "memory"
                 more = {"peer": source, "of": kind, "reason": reasons[cause]}
                 waits.append(_row("wait", free, start, **action, **more))
-            place = place_of(microbatch, self._result.workload.num_slices)
-            if kind == F and stage == 0 and place.part == 0:
-                read = min(start + data_ns[place.microbatch], end)
-                data.append(_row("data", start, read, microbatch=place.microbatch))
+            position = place_of(microbatch, self._result.workload.num_slices)
+            if kind == F and stage == 0 and position.part == 0:
+                read = min(start + data_ns[position.microbatch], end)
+                data.append(_row("data", start, read, microbatch=position.microbatch))
             went = kind in (F, B) and self._onward(kind, stage) is not None
             held += kind == F
             actions.append(

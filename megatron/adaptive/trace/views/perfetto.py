@@ -284,8 +284,8 @@ def _microbatch(span: Span, num_slices: SliceCounts) -> dict[str, int]:
     is_whole = num_slices == 1 or span.action == "data"
     if is_whole or not is_item(span.microbatch, num_slices):
         return {"microbatch": span.microbatch}
-    place = place_of(span.microbatch, num_slices)
-    return {"microbatch": place.microbatch, "slice": place.part}
+    position = place_of(span.microbatch, num_slices)
+    return {"microbatch": position.microbatch, "slice": position.part}
 
 
 def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:

@@ -288,7 +288,7 @@ def candidate_for(
     )
     if is_equal or candidate.cap is None:
         return candidate
-    # As in a real step, the cap is at least the largest microbatch.
+    # Raise the cap to the largest microbatch, because a real step does so too.
     cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
     return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
 

@@ -3,9 +3,9 @@
 The trace has the lengths of all documents of a step, and the number of slices of each microbatch.
 From the recorded slices, the time of a token and of a pair of tokens that attend to each other are
 fitted for each stage and kind of action. The documents are then packed again for slices of another
-length, and the step is simulated with the fitted times. Slices are assumed to cost nothing more: an
-action has no time of its own, because all recorded slices have the same number of tokens, so that
-such a time cannot be told from that of the tokens.
+length, and the step is simulated with the fitted times. Slices are assumed to cost nothing more.
+All recorded slices have the same number of tokens, so a fixed time of each action cannot be
+separated from that of its tokens.
 """
 
 from __future__ import annotations
