@@ -20,11 +20,11 @@ from megatron.adaptive.data.loader import (
     Deal,
     LengthMicrobatches,
     MicrobatchLoader,
-    first_fit,
     most_slices,
 )
 from megatron.adaptive.data.tokenizer import NullTokenizer
 from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.schedule.pack_documents import first_fit
 
 LONGEST = 12
 

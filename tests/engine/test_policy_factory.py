@@ -17,6 +17,7 @@ from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_schedule, policy_names
+from megatron.adaptive.schedule.choose_by_simulation import candidates
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap
 from megatron.adaptive.schedule.microbatch_assignment import Dealer
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
@@ -114,6 +115,26 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
     assert orders.inputs_in_flight(32) == 6
     assert orders.inputs_in_flight(32, smallest=0.5) == 12
     assert orders.inputs_in_flight(8, smallest=0.5) == 8
+
+
+@pytest.mark.parametrize("num_slices", [1, 8])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_channels_take_what_auto_may_choose_to_keep(cap: float | None, num_slices: int) -> None:
+    # Buffers had the size for the cap before the choice: once a larger cap was chosen, receivers
+    # ran out of slots and copied most messages.
+    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
+    shares = (1 / num_slices,) * num_slices
+    orders = Orders(
+        schedule="auto", placement=placement, pp_rank=0, cap=cap, splits=True, slice_shares=shares
+    )
+    before = orders.inputs_in_flight(32)
+    offered = candidates(
+        placement, 32, most=cap or 99.0, splittable=True, also=["gpipe"], num_slices=num_slices
+    )
+    for candidate in (c for c in offered if c.cap is not None or cap is None):
+        orders.use(candidate)
+        assert orders.inputs_in_flight(32) <= before
+    assert before == (32 if cap is None else 3) * placement.num_chunks * num_slices
 
 
 def test_slices_are_items_of_a_step() -> None:

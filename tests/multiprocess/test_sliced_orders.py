@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.engine.schedule_record import ScheduleRecord
+from megatron.adaptive.schedule.action import each_count
 from megatron.adaptive.schedule.catalog import make_schedule
 from megatron.adaptive.schedule.schedule_file import save
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
+from megatron.adaptive.trace.step_view import pipeline_step
+from megatron.adaptive.trace.whatif.answers import what_if
 
 from .launch import TIMED_LAYERS, torchrun
 
@@ -79,7 +82,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     assert re.search(r"auto takes [a-z0-9-]+ \((v|loop), 2 chunks, 2 slices", log), log
     assert re.search(r"the stages of [0-9-]+ layers are now placed in a (v|loop)", log), log
     run = read_run(traces)
-    assert run.num_slices == 2
+    assert run.ranks[0].slices(run.iterations[-1]) == 2
     assert run.iterations[-1] in run.complete_iterations()
 
 
@@ -105,7 +108,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
     assert "sequences are now whole: built again" in log
     run = read_run(traces)
-    assert run.num_slices == 1
+    assert run.ranks[0].slices(run.iterations[-1]) == 1
     assert run.iterations[-1] in run.complete_iterations()
 
 
@@ -141,7 +144,7 @@ def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Pat
     assert ("stages are placed in a loop: built again" in log) == (chosen[1] == "loop")
 
 
-def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
+def test_traces_name_microbatches_and_the_slices_that_ran(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     lengths = "--variable-seq-lengths --slice-tokens 16 --model-chunks 1 --train-iters 2"
     losses_of(tmp_path / "ran", f"{lengths} --global-batch-size 6 --trace-dir {traces}")
@@ -150,5 +153,15 @@ def test_traces_count_as_many_slices_as_ran(tmp_path: Path) -> None:
     for trace in run.ranks.values():
         for iteration in run.iterations:
             forwards = sum(span.action == "F" for span in trace.spans(iteration))
-            # Documents lie over several slices, so there are more of these than rows.
-            assert trace.num_microbatches[iteration] == forwards > 2
+            rows = trace.num_microbatches[iteration]
+            counts = each_count(rows, trace.slices(iteration))
+            # The longest document lies over several slices, and short ones share one.
+            assert sum(counts) == forwards > rows > 1
+            lengths_of_rows = [positions for positions, *_ in trace.lengths(iteration)]
+            assert lengths_of_rows == [16 * count for count in counts]
+    step = pipeline_step(run)
+    numbers = {step.numbers(span) for row in step.rows for span in row}
+    most = max(each_count(step.num_microbatches, step.num_slices))
+    assert most > 1
+    assert any(number.endswith(f".{most - 1}") for number in numbers)
+    assert len(what_if(run).recorded_s) == 2

@@ -153,6 +153,10 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
     [
         ("gpt2-xxl", "model 'gpt2-xxl' is not known: the nearest is gpt2-xl"),
         (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2: the plan decides this"),
+        (
+            f"{SMALL} --slice-tokens 2048",
+            "--slice-tokens 2048: the planner knows no lengths of doc",
+        ),
         ("--num-layers '4", "No closing quotation"),
         ("nowhere.yaml", "No such file or directory; name a model file"),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.adaptive.schedule.action import place_of
 from megatron.adaptive.schedule.policy import Policy, reasons_of
 from megatron.adaptive.schedule.rank_kernel import B, F
 from megatron.adaptive.schedule.simulate import SimResult
@@ -150,10 +151,10 @@ class _Step:
                     cause = "memory"
                 more = {"peer": source, "of": kind, "reason": reasons[cause]}
                 waits.append(_row("wait", free, start, **action, **more))
-            slices = self._result.workload.num_slices
-            if kind == F and stage == 0 and microbatch % slices == 0:
-                read = min(start + data_ns[microbatch // slices], end)
-                data.append(_row("data", start, read, microbatch=microbatch // slices))
+            position = place_of(microbatch, self._result.workload.num_slices)
+            if kind == F and stage == 0 and position.part == 0:
+                read = min(start + data_ns[position.microbatch], end)
+                data.append(_row("data", start, read, microbatch=position.microbatch))
             went = kind in (F, B) and self._onward(kind, stage) is not None
             held += kind == F
             actions.append(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from openpyxl import load_workbook
 
 from megatron.adaptive.cli.trace import main
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.find_causes import diagnose
 from megatron.adaptive.trace.diagnose.samples import measure
 from megatron.adaptive.trace.hang_watch import RankEvidence, find_culprit
@@ -18,6 +20,7 @@ from megatron.adaptive.trace.trace_format import header_line, parse_line
 from megatron.adaptive.trace.views.page import write_page
 from megatron.adaptive.trace.views.perfetto import perfetto_events
 from megatron.adaptive.trace.whatif.answers import what_if
+from tests.support.sliced_run import SlicedRun
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from tests.trace.conftest import make_header
 
@@ -98,6 +101,105 @@ def test_what_slices_would_save_is_what_they_save(chunks: int, tmp_path: Path) -
     cut = what_if(sliced(tmp_path / "cut", 8, **shape))
     assert repair.step_s == pytest.approx(cut.recorded_s.mean(), rel=0.02)
     assert not any("sequence-slices" in r.flag for r in cut.repairs)
+
+
+# A document of 400 tokens among short ones, in slices of 100: the rows have 4, 1 and 1 slices, with
+# items 0 to 3, 4, and 5.
+UNEQUAL = SlicedRun(documents=(60, 400, 40, 30, 70), tokens=100)
+
+
+def unequal(folder: Path, run: SlicedRun = UNEQUAL) -> RunTrace:
+    run.write(folder)
+    return read_run(folder)
+
+
+def test_views_name_microbatch_and_slice_where_numbers_of_slices_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert UNEQUAL.counts == (1, 4, 1)
+    run = unequal(tmp_path / "traces")
+    assert run.complete_iterations() == (1, 2, 3)
+    assert run.ranks[0].slices(2) == (1, 4, 1)
+    assert main([str(tmp_path / "traces"), "--format", "xlsx", "--output-dir", str(tmp_path)]) == 0
+    assert "3 microbatches in 1 to 4 slices" in capsys.readouterr().out
+    step = pipeline_step(run)
+    items = {"0.0", "1.0", "1.1", "1.2", "1.3", "2.0"}
+    assert {step.numbers(span) for row in step.rows for span in row} == {f"0-{i}" for i in items}
+    (book,) = tmp_path.glob("*.xlsx")
+    cells = {cell.value for row in load_workbook(book)["order"].iter_rows() for cell in row}
+    assert {f"0-{item}" for item in items} <= cells
+    events = list(perfetto_events(run, [3]))
+    names = {event["name"] for event in events}
+    assert {"forward 0-1.3", "backward 0-2.0", "receive F0-1.2"} <= names
+    assert {name for name in names if name.startswith("data")} == {"data 0", "data 1", "data 2"}
+    (last, *_) = (e for e in events if e["name"] == "forward 0-1.3" and e["cat"] == "forward")
+    shown = {name: last["args"][name] for name in ("microbatch", "slice", "tokens", "lengths")}
+    assert shown == {"microbatch": 1, "slice": 3, "tokens": 400, "lengths": [400]}
+    write_page(run, tmp_path / "page.html", run.iterations[-1:])
+    text = (tmp_path / "page.html").read_text()
+    assert "3 microbatches in 1 to 4 slices" in text
+    assert '"slices": [1, 4, 1]' in text or '"slices":[1,4,1]' in text
+
+
+def test_figures_add_up_slices_where_their_numbers_differ(tmp_path: Path) -> None:
+    run = unequal(tmp_path)
+    measured = measure(run)
+    assert measured.num_microbatches == 3
+    times = measured.action_ns[0, 0, 0, 0]  # forwards of the first rank
+    step = pipeline_step(run)
+    forwards = [span for span in step.rows[0] if span.action == "F"]
+    whole = [s.duration_ns for s in sorted(forwards, key=lambda span: span.microbatch)]
+    assert times == pytest.approx([whole[0], sum(whole[1:5]), whole[5]], rel=1e-3)
+    assert max(f.peak_microbatches[0] for f in step.figures.values()) <= 3
+
+
+def test_a_trace_that_counts_slices_as_microbatches_reads_as_before(tmp_path: Path) -> None:
+    UNEQUAL.write(tmp_path)
+    for file in tmp_path.iterdir():
+        text = file.read_text()
+        assert '"slices": [1, 4, 1]' in text
+        text = text.replace(', "slices": [1, 4, 1]', "").replace(
+            '"num_microbatches": 3', '"num_microbatches": 6'
+        )
+        file.write_text(text)
+    run = read_run(tmp_path)
+    assert run.complete_iterations() == (1, 2, 3)
+    step = pipeline_step(run)
+    assert step.microbatches == "6 microbatches"
+    assert {step.numbers(span) for row in step.rows for span in row} == {f"0-{n}" for n in range(6)}
+
+
+@pytest.mark.parametrize("count", [0, -1, "3", 1 << 30])
+def test_a_damaged_number_of_slices_is_named(count: object, tmp_path: Path) -> None:
+    UNEQUAL.write(tmp_path)
+    file = next(tmp_path.iterdir())
+    file.write_text(file.read_text().replace("[1, 4, 1]", json.dumps([1, count, 1])))
+    with pytest.raises(TraceError, match="'slices' is .*expected numbers of slices from 1 to"):
+        read_run(tmp_path)
+
+
+MANY = SlicedRun(documents=(1600, *(50, 120, 200, 310) * 8), tokens=400, num_ranks=4)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
+    chunks: int, tmp_path: Path
+) -> None:
+    run = replace(MANY, num_chunks=chunks)
+    answers = what_if(unequal(tmp_path / "long", run))
+    assert answers.simulated_s == pytest.approx(answers.recorded_s, rel=0.01)
+    assert not any("sequence-slices" in repair.flag for repair in answers.repairs)
+    (repair,) = (r for r in answers.repairs if r.flag == "--slice-tokens 200")
+    assert repair.description == "slices of 200 tokens that cost nothing more"
+    short = what_if(unequal(tmp_path / "short", replace(run, tokens=200)))
+    assert repair.step_s == pytest.approx(short.recorded_s.mean(), rel=0.02)
+    assert repair.step_s < answers.recorded_s.mean()
+
+
+def test_other_lengths_are_not_simulated_where_the_trace_does_not_fit(tmp_path: Path) -> None:
+    hinted = what_if(unequal(tmp_path / "hinted", replace(MANY, schedule="bfc")))
+    assert not any("slice-tokens" in repair.flag for repair in hinted.repairs)
+    assert any("a run under adaptive or auto, not bfc" in note for note in hinted.notes)
 
 
 def test_a_hang_report_names_microbatch_and_slice() -> None:

@@ -228,7 +228,8 @@ class Orders:
         """Returns the maximum number of received inputs that a rank keeps at a time.
 
         Each slice of a microbatch is a separate input. This number determines the size of the
-        receive buffers.
+        receive buffers, which stay as they are when ``auto`` chooses a schedule. So for ``auto``
+        without a cap the result counts all microbatches, the most that any schedule keeps.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
@@ -237,7 +238,9 @@ class Orders:
                 more microbatches of this size than of any other size.
         """
         keeps_all = self._spec is not None and (
-            self._spec.keeps_all or (self._spec.is_own and not self._spec.is_rule)
+            self._spec.keeps_all
+            or (self._spec.is_own and not self._spec.is_rule)
+            or (self._spec.kind == "auto" and self._chosen.cap is None)
         )
         if (widths := self.widths) is not None:
             # Both ends of a channel need the same size, so take the maximum over all stages.

@@ -136,7 +136,13 @@ class Tracing:
         }
 
     def begin_iteration(
-        self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
+        self,
+        iteration: int,
+        num_microbatches: int,
+        *,
+        is_traced: bool,
+        lengths: Lengths = (),
+        slices: tuple[int, ...] = (),
     ) -> None:
         """Begins an iteration. Later spans are added to it.
 
@@ -145,6 +151,7 @@ class Tracing:
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
             lengths: Lengths of the iteration's microbatches in tokens, empty if all are equal.
+            slices: Number of slices of each microbatch; empty if the trace's header has the number.
         """
         self._traced = None
         self._in_step = True
@@ -162,7 +169,7 @@ class Tracing:
             return
         self._begun_ns = time.monotonic_ns()
         self.recorder.begin_iteration(
-            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths
+            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths, slices=slices
         )
         if self.recorder.is_recording:
             self._traced = self._iteration

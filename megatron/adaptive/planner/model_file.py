@@ -448,6 +448,12 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
             f"{where}: {' '.join(context)}: the plan decides this: pass --context-parallel-size to"
             " plan instead"
         )
+    if tokens := only_groups(arguments, (), ("slice_tokens",)):
+        raise ConfigError(
+            f"{where}: {' '.join(tokens)}: the planner knows no lengths of documents, on which"
+            " slices of so many tokens depend: leave it out here, pass --sequence-slices 1 to plan,"
+            " and give it to the job"
+        )
     return arguments
 
 

@@ -33,6 +33,8 @@ A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 def make_dealer(config: TrainerConfig) -> Dealer:
     """Returns an object that assigns microbatches to replicas as the settings say."""
     parallel = config.parallel
+    # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
+    has_one_chunk = config.varies_slices and parallel.num_chunks == 1
     return Dealer(
         config.balance,
         replicas=parallel.data_parallel_size,
@@ -40,6 +42,7 @@ def make_dealer(config: TrainerConfig) -> Dealer:
         group=config.microbatch_group,
         least=config.least_microbatches,
         pair=1 / (_TOKEN_PER_PAIR * config.model.hidden_size),
+        slice_tokens=config.slice_tokens if has_one_chunk else None,
     )
 
 

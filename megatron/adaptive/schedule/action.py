@@ -132,6 +132,13 @@ def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
     return sum(num_slices)
 
 
+def each_count(num_microbatches: int, num_slices: SliceCounts) -> tuple[int, ...]:
+    """Returns the number of slices of each microbatch as a tuple."""
+    if isinstance(num_slices, int):
+        return (num_slices,) * num_microbatches
+    return num_slices
+
+
 def mean_slices(num_slices: SliceCounts) -> float:
     """Returns the mean number of slices of a microbatch."""
     if isinstance(num_slices, int):

@@ -115,31 +115,33 @@ class TokensChoice:
     text: str
 
 
-def fit(rows: Sequence[Timed]) -> CostParts:
+def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
     """Fits the parts of an action's time, none of them negative, to measured times.
 
     Times that are far from a first fit, such as those of interrupted actions, are left out.
 
     Args:
         rows: Measured actions, at least one.
+        has_fixed: Whether an action has a fixed time. If not, all time belongs to tokens and pairs.
     """
     table = np.array(rows, dtype=float)
-    parts = _least_squares(table)
+    parts = _least_squares(table, has_fixed=has_fixed)
     misses = np.abs(table[:, 2] - _terms(table) @ parts)
     near = misses <= max(_FAR * float(np.median(misses)), 1e-12)
-    return CostParts(*map(float, _least_squares(table[near])))
+    return CostParts(*map(float, _least_squares(table[near], has_fixed=has_fixed)))
 
 
 def _terms(table: Any) -> Any:
     return np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]])
 
 
-def _least_squares(table: Any) -> Any:
+def _least_squares(table: Any, *, has_fixed: bool) -> Any:
     """Returns the non-negative parts with the smallest sum of squared misses."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
-    subsets = (itertools.combinations(range(3), number) for number in (1, 2, 3))
+    columns = range(0 if has_fixed else 1, 3)
+    subsets = (itertools.combinations(columns, number) for number in (1, 2, 3))
     for subset in map(list, itertools.chain.from_iterable(subsets)):
         scaled = terms[:, subset] / sizes[subset]
         solution, _, rank, _ = np.linalg.lstsq(scaled, seconds, rcond=1e-6)

@@ -226,6 +226,10 @@ class Dealer:
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
             number per token. It determines the order of a replica's microbatches. Measured times do
             not, so that two runs have the same order.
+        slice_tokens: Number of tokens of a slice, if microbatches are cut into different numbers of
+            slices; else ``None``. A replica then runs its microbatches in descending order of cost
+            in steps in which the longest has more slices than the pipeline has ranks. In all other
+            steps, it runs them in the order of :func:`order_by_cost`.
     """
 
     def __init__(
@@ -237,9 +241,11 @@ class Dealer:
         group: int = 1,
         least: int = 1,
         pair: float = 0.0,
+        slice_tokens: int | None = None,
     ) -> None:
         self._ranks = ranks
         self._pair = pair
+        self._slice_tokens = slice_tokens
         self._by_length = mode != "speed"
         self._by_speed = mode != "lengths"
         self._limits = {"group": group, "least": least}
@@ -268,13 +274,20 @@ class Dealer:
         if len(self._different) < _LEAST_SIZES:
             self._different.update(sizes)
         work = [tokens + self._pair * squares for tokens, squares in sizes]
-        return tuple(
-            tuple(
-                numbers[index]
-                for index in order_by_cost([work[number] for number in numbers], self._ranks)
-            )
-            for numbers in dealt
-        )
+        tokens = self._slice_tokens
+        # All slices of a microbatch run forward before its first backward. If they are more than
+        # ranks, they keep all ranks busy at the start of a step, and would leave some idle later.
+        longest_first = tokens is not None and max(sizes)[0] > tokens * self._ranks
+        return tuple(self._in_order(numbers, work, longest_first) for numbers in dealt)
+
+    def _in_order(
+        self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
+    ) -> tuple[int, ...]:
+        """Returns a replica's microbatches in the order in which it should run them."""
+        if longest_first:
+            return tuple(sorted(numbers, key=lambda number: -work[number]))
+        order = order_by_cost([work[number] for number in numbers], self._ranks)
+        return tuple(numbers[index] for index in order)
 
     def add(self, measured: Sequence[Sequence[Measured]]) -> str | None:
         """Adds the measured times of the step that :meth:`deal` was last called for.

@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import RankTrace, RunTrace
-from megatron.adaptive.trace.span_columns import KIND, REASON, Ints, TraceTable
+from megatron.adaptive.trace.span_columns import (
+    KIND,
+    REASON,
+    Ints,
+    SlicesOf,
+    TraceTable,
+    microbatches_of,
+)
 from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, KINDS, TraceHeader
 
 WAIT_CAUSES = ("unknown", *CAUSES)
@@ -272,13 +279,14 @@ def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) 
     return RunFigures(ranks=np.array([header.rank for header in headers]), **columns)
 
 
-def rank_figures(table: TraceTable, num_chunks: int, num_slices: int = 1) -> RankFigures:
+def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _: 1) -> RankFigures:
     """Computes the statistics of one rank.
 
     Args:
         table: All spans of the rank.
         num_chunks: Number of model chunks on the rank.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        slices: Number of slices of each microbatch in an iteration; by default, microbatches are
+            whole.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -288,6 +296,7 @@ def rank_figures(table: TraceTable, num_chunks: int, num_slices: int = 1) -> Ran
     sizes = np.bincount(action_row, minlength=count)
     begins = np.cumsum(sizes) - sizes
     handed, _ = _within_actions(table, "send")
+    _, number = microbatches_of(actions.iteration, actions.microbatch, slices)
     at_work_ns = _sums(action_row, _covered(actions), count)
     return RankFigures(
         iterations=iterations,
@@ -298,7 +307,7 @@ def rank_figures(table: TraceTable, num_chunks: int, num_slices: int = 1) -> Ran
         kind_ns=_by_kind(table, row, count),
         **_waits(table, row, count, actions, begins, sizes),
         **_durations(actions, compute_ns(table)[drawn], action_row, count, num_chunks),
-        peak_microbatches=-(-_peak(actions, action_row, begins, sizes) // num_slices),
+        peak_microbatches=_peak(actions, 1 / number, action_row, begins, sizes),
         peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
         transfer_bytes=_sums(action_row, actions.bytes, count),
     )
@@ -362,7 +371,7 @@ def _parts(
 
 
 def _figures_of(trace: RankTrace, only: frozenset[int] | None, num_chunks: int) -> RankFigures:
-    return rank_figures(trace.table(only), num_chunks, trace.header.num_slices)
+    return rank_figures(trace.table(only), num_chunks, trace.slices)
 
 
 def _sums(groups: Ints, values: Ints, count: int) -> Ints:
@@ -474,13 +483,21 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
     return medians
 
 
-def _peak(actions: TraceTable, row: Ints, begins: Ints, sizes: Ints) -> Ints:
-    """Returns, per iteration, the maximum number of forward passes without their backward pass."""
+def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
+    """Returns, per iteration, the maximum number of forward passes without their backward pass.
+
+    A forward pass of a slice counts as its ``share`` of a microbatch. Sums are rounded up.
+    """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
-    held = np.cumsum(step)
+    held = np.cumsum(step * share)
     before = np.concatenate([[0], held])[begins]
-    peak: Ints = np.maximum(_reduced(np.maximum, held - before[row], begins, sizes), 0)
+    whole = np.ceil(held - before[row] - _ROUNDING).astype(np.int64)
+    peak: Ints = np.maximum(_reduced(np.maximum, whole, begins, sizes), 0)
     return peak
+
+
+_ROUNDING = 1e-6
+"""Error up to which a sum of shares of microbatches counts as a whole number."""
 
 
 @dataclass(frozen=True, kw_only=True)

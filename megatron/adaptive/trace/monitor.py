@@ -37,7 +37,7 @@ from megatron.adaptive.trace.status_files import (
     progress_file,
     read_now,
 )
-from megatron.adaptive.trace.trace_format import TraceHeader, parse_line
+from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
 """Number of bytes to read first from the end of a large file; more if they hold no whole step."""
@@ -324,7 +324,9 @@ class RankTail:
         if self.header is None or not blocks:
             return
         table = read_blocks(self._index, blocks[-self._kept :])
-        new = rank_figures(table, self.header.num_chunks, self.header.num_slices)
+        header = self.header
+        counts = {b.marker.iteration: slices_of(header, b.marker) for b in blocks}
+        new = rank_figures(table, header.num_chunks, counts.__getitem__)
         new = _rows(new, np.flatnonzero(new.num_actions))
         if self.figures is not None:
             old = _rows(self.figures, ~np.isin(self.figures.iterations, new.iterations))

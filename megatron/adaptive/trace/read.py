@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import SliceCounts, item_count
 from megatron.adaptive.trace.block_index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.span_columns import TraceTable, match_messages
@@ -32,6 +33,7 @@ from megatron.adaptive.trace.trace_format import (
     Span,
     TraceHeader,
     shared_gpu_note,
+    slices_of,
 )
 
 REFINED_ITERATIONS = 5
@@ -92,6 +94,13 @@ class RankTrace:
     def num_microbatches(self) -> Mapping[int, int]:
         """Number of microbatches in each iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
+
+    def slices(self, iteration: int) -> SliceCounts:
+        """Returns the number of slices of each of an iteration's microbatches."""
+        blocks = self._blocks.get(iteration)
+        if not blocks:
+            return self.header.num_slices
+        return slices_of(self.header, blocks[0].marker)
 
     def lengths(self, iteration: int) -> Lengths:
         """Returns the sizes of an iteration's microbatches; empty if all have the same size."""
@@ -166,7 +175,7 @@ class RankTrace:
         blocks = self._blocks.get(iteration)
         if not blocks or not all(block.is_whole for block in blocks):
             return False
-        items = self.num_microbatches[iteration] * self.header.num_slices
+        items = item_count(self.num_microbatches[iteration], self.slices(iteration))
         needed = self.header.num_chunks * items
         return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
@@ -288,11 +297,6 @@ class RunTrace:
                 f"iteration {iteration} is not in {self.origin}; it has "
                 f"{describe_numbers(self.iterations)}"
             )
-
-    @cached_property
-    def num_slices(self) -> int:
-        """Number of slices of each microbatch; 1 for whole microbatches."""
-        return max((trace.header.num_slices for trace in self.ranks.values()), default=1)
 
     @property
     def gpu_ranks(self) -> int:

@@ -124,6 +124,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         *,
         start_ns: int | None = None,
         lengths: Lengths = (),
+        slices: tuple[int, ...] = (),
     ) -> None:
         """Starts an iteration; ends the previous one if :meth:`end_iteration` was not called.
 
@@ -133,11 +134,14 @@ class Recorder(AbstractContextManager["Recorder"]):
             start_ns: Start of the iteration in ns on the spans' clock; ``None`` for now.
             lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
                 have the same size.
+            slices: Number of slices of each microbatch; empty if the header has the number.
         """
         self.end_iteration()
         if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
-            self._begun = IterationStart(iteration, num_microbatches, start_ns, lengths=lengths)
+            self._begun = IterationStart(
+                iteration, num_microbatches, start_ns, lengths=lengths, slices=slices
+            )
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:

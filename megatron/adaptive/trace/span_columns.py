@@ -10,13 +10,14 @@ belongs to each send.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.adaptive.schedule.action import SliceCounts
 from megatron.adaptive.trace.trace_format import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
 
 Ints: TypeAlias = npt.NDArray[Any]
@@ -49,6 +50,38 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "of": np.int8,
     "reason": np.int8,
 }
+
+
+SlicesOf: TypeAlias = Callable[[int], SliceCounts]
+"""Function that takes an iteration's number, and returns the number of slices of each of its
+microbatches on a rank."""
+
+
+def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[Ints, Ints]:
+    """Returns the microbatch that each item is a slice of, and its number of slices.
+
+    An item that belongs to no microbatch, with the index -1, gets the microbatch -1.
+
+    Args:
+        iterations: Iteration of each item.
+        items: Index of each item in its iteration, as in ``SpanRow.microbatch``.
+        slices: Number of slices of each microbatch in an iteration.
+    """
+    microbatch = np.array(items, dtype=np.int64)
+    number = np.ones_like(microbatch)
+    for iteration in np.unique(iterations).tolist():
+        counts = slices(iteration)
+        if counts == 1:
+            continue
+        rows = np.flatnonzero((iterations == iteration) & (microbatch >= 0))
+        if isinstance(counts, int):
+            microbatch[rows] //= counts
+            number[rows] = counts
+        else:
+            whole = np.searchsorted(np.cumsum(counts), microbatch[rows], side="right")
+            microbatch[rows] = whole
+            number[rows] = np.array((*counts, 1))[whole]
+    return microbatch, number
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import SliceCounts
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.metrics import RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
@@ -56,7 +57,7 @@ class PipelineStep:
     lengths: Lengths = ()
     figures: Mapping[int, RankFigures] = field(default_factory=dict)
     bubble_note: str = ""
-    num_slices: int = 1
+    num_slices: SliceCounts = 1
 
     @property
     def num_ranks(self) -> int:
@@ -115,9 +116,14 @@ class PipelineStep:
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
-def microbatches_text(num_microbatches: int, num_slices: int) -> str:
-    """Returns a text such as ``8 microbatches``, or ``8 microbatches in 4 slices``."""
+def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
+    """Returns a text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
+
+    If numbers of slices differ, the text has the smallest and the largest: ``in 1 to 4 slices``.
+    """
     text = f"{num_microbatches} microbatches"
+    if not isinstance(num_slices, int):
+        return f"{text} in {min(num_slices)} to {max(num_slices)} slices"
     return f"{text} in {num_slices} slices" if num_slices > 1 else text
 
 
@@ -183,12 +189,12 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
         figures={
-            pp_rank: rank_figures(table, run.num_chunks, run.num_slices)
+            pp_rank: rank_figures(table, run.num_chunks, first.slices)
             for pp_rank, table in enumerate(tables)
             if table.where(*DRAWN_ACTIONS).any()
         },
         bubble_note=run.bubble_note,
-        num_slices=first.header.num_slices,
+        num_slices=first.slices(iteration),
     )
 
 

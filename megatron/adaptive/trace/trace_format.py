@@ -13,7 +13,7 @@ The text form::
     {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
      "reasons": [...], "run": ..., "rank": 0, ...}                                        header
     {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
-     "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
+     "size_bytes": 1312, "lengths": [[64, 40, 21], ...], "slices": [2, 1, ...]}           marker
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     {"begin_iteration": 9, ..., "machine": {"elapsed_ns": 310220, ...}}      machine's counters
     {"begin_iteration": 10, ..., "layers": [[0, 91000, 182000, 8], ...]}            layers' times
@@ -41,14 +41,15 @@ import os
 import reprlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.action import item_label
+from megatron.adaptive.schedule.action import SliceCounts, item_count, item_label
+from megatron.adaptive.trace.field_checks import EXPECTED, MOST_SLICES, value_of
 
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
@@ -238,7 +239,7 @@ class TraceHeader:
         gpu_ranks: Number of ranks, including this one, that share this rank's GPU. 1 on a CPU, or
             if unknown.
         num_slices: Number of slices into which each microbatch is cut along its sequence; 1 for
-            whole microbatches.
+            whole microbatches, and if numbers differ. Each iteration's marker then has ``slices``.
         uncounted: Names of the counters of :mod:`machine_counters` that the rank's machine lacks.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
         transport: Name of the transport of all messages between ranks; empty if it is unknown or
@@ -353,6 +354,8 @@ class IterationStart:
             tokens that each expert of this rank got.
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
             same size.
+        slices: Number of slices of each microbatch, if microbatches may have different numbers;
+            empty if the header's ``num_slices`` applies.
         machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
             A counter that is missing here is 0, or this machine does not have it. Empty if nothing
             was counted.
@@ -373,6 +376,7 @@ class IterationStart:
     exchange_ns: int = 0
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
+    slices: tuple[int, ...] = ()
     machine: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[tuple[int, ...], ...] = ()
     layer_passes: tuple[tuple[int, int, int, int], ...] = ()
@@ -382,6 +386,19 @@ class IterationStart:
         """Returns the number of spans of a kind that follow this marker."""
         index = KINDS.index(kind)
         return self.counts[index] if index < len(self.counts) else 0
+
+
+def slices_of(header: TraceHeader, marker: IterationStart) -> SliceCounts:
+    """Returns the number of slices of each microbatch of an iteration.
+
+    Args:
+        header: Header of the rank's trace file.
+        marker: Marker of the iteration.
+    """
+    counts = marker.slices
+    if len(counts) != max(marker.num_microbatches, 1):
+        return header.num_slices
+    return counts[0] if len(set(counts)) == 1 else counts
 
 
 class ClockExchange(NamedTuple):
@@ -471,9 +488,21 @@ class Span:
         """Time from start to end in nanoseconds."""
         return self.end_ns - self.start_ns
 
-    def item(self, num_slices: int) -> str:
+    def item(self, num_slices: SliceCounts) -> str:
         """Returns the microbatch as people read it: ``3``, or ``3.5`` for its slice 5."""
-        return item_label(self.microbatch, 1 if self.action == "data" else num_slices)
+        if self.action == "data" or not is_item(self.microbatch, num_slices):
+            return str(self.microbatch)
+        return item_label(self.microbatch, num_slices)
+
+
+def is_item(number: int, num_slices: SliceCounts) -> bool:
+    """Returns whether a number is the index of a slice, as in ``SpanRow.microbatch``.
+
+    Damaged files may contain other numbers.
+    """
+    if isinstance(num_slices, int):
+        return number >= 0
+    return 0 <= number < item_count(len(num_slices), num_slices)
 
 
 _MAX_SIZES = {
@@ -481,7 +510,7 @@ _MAX_SIZES = {
     "num_ranks": 1 << 14,
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,
-    "num_slices": 1 << 20,
+    "num_slices": MOST_SLICES,
 }
 """Maximum sizes of a run that a header may state.
 
@@ -556,6 +585,8 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
         record |= {"exchange_ns": marker.exchange_ns, "tokens": marker.tokens}
     if marker.lengths:
         record["lengths"] = marker.lengths
+    if marker.slices:
+        record["slices"] = marker.slices
     if marker.machine:
         record["machine"] = dict(marker.machine)
     if marker.layers:
@@ -598,40 +629,41 @@ def parse_line(
         return _header(record, origin)
     for key in ("begin_iteration", "after_iteration"):
         if key in record:
-            iteration = _value(record, key, "int", origin)
+            iteration = value_of(record, key, "int", origin)
             if iteration < 0:
                 raise TraceError(
                     f"{origin}: field {key!r} is {iteration}, expected a number from 0; the file"
                     " is damaged, remove it or that line"
                 )
-            start_ns = _value(record, "start_ns", "int", origin)
-            groups = _value(record, "collectives", "collectives", origin, [])
+            start_ns = value_of(record, "start_ns", "int", origin)
+            groups = value_of(record, "collectives", "collectives", origin, [])
             return IterationStart(
                 iteration=iteration,
-                num_microbatches=_value(record, "num_microbatches", "int", origin),
+                num_microbatches=value_of(record, "num_microbatches", "int", origin),
                 start_ns=start_ns,
-                counts=tuple(_value(record, "counts", "counts", origin, [])),
-                size_bytes=_value(record, "size_bytes", "int", origin),
+                counts=tuple(value_of(record, "counts", "counts", origin, [])),
+                size_bytes=value_of(record, "size_bytes", "int", origin),
                 is_late=key == "after_iteration",
-                exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
-                tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
-                lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
-                machine=_value(record, "machine", "counters", origin, {}),
-                layers=tuple(map(tuple, _value(record, "layers", "layers", origin, []))),
+                exchange_ns=value_of(record, "exchange_ns", "int", origin, 0),
+                tokens=tuple(map(tuple, value_of(record, "tokens", "tokens", origin, []))),
+                lengths=tuple(map(tuple, value_of(record, "lengths", "lengths", origin, []))),
+                slices=tuple(value_of(record, "slices", "slices", origin, [])),
+                machine=value_of(record, "machine", "counters", origin, {}),
+                layers=tuple(map(tuple, value_of(record, "layers", "layers", origin, []))),
                 layer_passes=tuple(
                     (layer, kind, start_ns + start, start_ns + start + duration)
-                    for layer, kind, start, duration in _value(
+                    for layer, kind, start, duration in value_of(
                         record, "layer_passes", "passes", origin, []
                     )
                 ),
                 collectives=tuple(GroupCollectives.from_record(of, start_ns) for of in groups),
             )
     if "clock_samples" in record:
-        samples = _value(record, "clock_samples", "samples", origin)
-        reference = _value(record, "reference", "int", origin)
+        samples = value_of(record, "clock_samples", "samples", origin)
+        reference = value_of(record, "reference", "int", origin)
         return ClockSamples(reference, tuple(ClockExchange(*sample) for sample in samples))
     if "missing" in record:
-        numbers = _value(record, "missing", "counts", origin)
+        numbers = value_of(record, "missing", "counts", origin)
         if len(numbers) != 3:
             raise TraceError(f"{origin}: field 'missing' is {numbers}, expected three numbers")
         return Gap(*numbers)
@@ -652,9 +684,9 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{FORMAT_VERSION}; {remedy}"
         )
     values = {
-        spec.name: _value(record, spec.name, spec.type, origin)
+        spec.name: value_of(record, spec.name, spec.type, origin)
         for spec in fields(TraceHeader)
-        if spec.type in _EXPECTED and spec.name not in _ADDED
+        if spec.type in EXPECTED and spec.name not in _ADDED
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
@@ -663,14 +695,14 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
         )
     for name, default in _ADDED.items():
         kind = "int" if isinstance(default, int) else "str"
-        values[name] = _value(record, name, kind, origin, default)
-    values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
-    values["work"] = tuple(_value(record, "work", "numbers", origin, []))
-    kinds = _value(record, "layer_kinds", "numbers", origin, [])
+        values[name] = value_of(record, name, kind, origin, default)
+    values["layers"] = tuple(map(int, value_of(record, "layers", "numbers", origin, [])))
+    values["work"] = tuple(value_of(record, "work", "numbers", origin, []))
+    kinds = value_of(record, "layer_kinds", "numbers", origin, [])
     values["layer_kinds"] = tuple(map(int, kinds))
-    values["layer_work"] = tuple(_value(record, "layer_work", "numbers", origin, []))
-    values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))
-    columns = _value(record, "columns", "words", origin)
+    values["layer_work"] = tuple(value_of(record, "layer_work", "numbers", origin, []))
+    values["uncounted"] = tuple(value_of(record, "uncounted", "words", origin, []))
+    columns = value_of(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:
         raise TraceError(
             f"{origin}: columns are {reprlib.repr(columns)}, this program knows "
@@ -688,113 +720,3 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
                 f"{origin}: {position} is {getattr(header, position)}, expected 0..{limit - 1}"
             )
     return header
-
-
-def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(kind, value))
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and 0 <= value < 1 << 53
-
-
-def _is_group(value: Any) -> bool:
-    """Returns whether a value has the form of a :class:`GroupCollectives` in a marker."""
-    if not isinstance(value, dict):
-        return False
-    operations = value.get("operations")
-    totals = value.get("totals")
-    if not _is_list(operations, lambda word: isinstance(word, str)):
-        return False
-    if not _is_list(totals, lambda row: _is_list(row, _is_count) and len(row) == 3):
-        return False
-    assert operations is not None
-    assert totals is not None
-
-    def is_kept(row: Any) -> bool:
-        if not _is_list(row, _is_int) or len(row) != 4:
-            return False
-        number, of, start_ns, duration_ns = row
-        is_known = _is_count(number) and 0 <= of < len(operations)
-        return is_known and abs(start_ns) < 1 << 53 and _is_count(duration_ns)
-
-    return (
-        isinstance(value.get("kind"), str)
-        and all(_is_count(value.get(name)) for name in ("lowest_rank", "size"))
-        and len(totals) == len(operations)
-        and _is_list(value.get("kept"), is_kept)
-    )
-
-
-_EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_int, "a whole number"),
-    "str": (lambda value: isinstance(value, str), "text"),
-    "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
-    "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
-    "numbers": (
-        lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
-        "numbers from 0",
-    ),
-    "lengths": (
-        lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
-        "lists of whole numbers, none empty",
-    ),
-    "counters": (
-        lambda value: (
-            isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
-        ),
-        "whole numbers from 0 by name",
-    ),
-    "samples": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
-        "lists of four whole numbers",
-    ),
-    "tokens": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) > 2),
-        "lists of at least three whole numbers from 0",
-    ),
-    "layers": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
-        "lists of four whole numbers from 0",
-    ),
-    "passes": (
-        lambda value: _is_list(
-            value,
-            lambda row: (
-                _is_list(row, _is_int)
-                and len(row) == 4
-                and row[1] in (0, 1)
-                and _is_count(row[0])
-                and _is_count(row[3])
-                and abs(row[2]) < 1 << 53
-            ),
-        ),
-        "lists of four whole numbers, the second 0 or 1",
-    ),
-    "collectives": (
-        lambda value: _is_list(value, _is_group),
-        "a list of process groups with the times of their collectives",
-    ),
-}
-"""Maps each type of field to a check of its value, and a description for error messages."""
-
-
-def _value(
-    record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
-) -> Any:
-    """Returns a field of a record, after the check in :data:`_EXPECTED` for the type ``kind``.
-
-    Raises:
-        TraceError: The field is missing and has no default, or its value has another type.
-    """
-    value = record.get(name, default)
-    is_sound, expected = _EXPECTED[kind]
-    if not is_sound(value):
-        shown = reprlib.repr(value)
-        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
-    # Tables and sheets show this text, and cannot contain control characters.
-    return printable(value) if isinstance(value, str) else value

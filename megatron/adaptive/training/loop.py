@@ -37,7 +37,7 @@ from megatron.adaptive.rebalance.judgement import Move
 from megatron.adaptive.rebalance.microbatch_dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Repartitioner, make_tuner
-from megatron.adaptive.schedule.action import item_count
+from megatron.adaptive.schedule.action import each_count
 from megatron.adaptive.schedule.choose_slices import NextTrial, SliceTrial
 from megatron.adaptive.trace.trace_format import SLICES
 from megatron.adaptive.training.hook import Hook
@@ -127,16 +127,15 @@ class Trainer:
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packing may make fewer microbatches
-        num_traced = num_microbatches
         lengths = getattr(microbatches, "contents", ())
+        slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
-            # A trace counts slices as microbatches if their number differs between steps, and all
-            # are equally long.
             run.slices.plan(lengths)
-            if live.config.constant_slices == 1:
-                num_traced = item_count(num_microbatches, run.slices.count)
-            lengths = ()
-        run.tracing.begin_iteration(iteration, num_traced, is_traced=is_traced, lengths=lengths)
+            if live.config.constant_slices == 1:  # the number may differ between steps
+                slices = each_count(num_microbatches, run.slices.count)
+        run.tracing.begin_iteration(
+            iteration, num_microbatches, is_traced=is_traced, lengths=lengths, slices=slices
+        )
         result = live.step.train(
             microbatches, num_microbatches, iteration, live.snapshots.before_update, dealt
         )

@@ -18,7 +18,14 @@ from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.machine_counters import COUNTERS
 from megatron.adaptive.trace.metrics import compute_ns
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.span_columns import Ints, Messages, TraceTable, match_messages
+from megatron.adaptive.trace.span_columns import (
+    Ints,
+    Messages,
+    SlicesOf,
+    TraceTable,
+    match_messages,
+    microbatches_of,
+)
 from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, TraceHeader
 
@@ -217,7 +224,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     tables: dict[int, TraceTable] = {}
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
-        _fill(action_ns[:, number], table, chosen, run.ranks[rank].header.num_slices)
+        _fill(action_ns[:, number], table, chosen, run.ranks[rank].slices)
         rows = np.searchsorted(chosen, table.iteration)
         data = table.where("data")
         np.add.at(read_ns[:, number], rows[data], table.duration_ns[data])
@@ -305,7 +312,7 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
 
-def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, num_slices: int) -> None:
+def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: SlicesOf) -> None:
     """Writes the durations of a rank's actions into ``action_ns``.
 
     The durations of a microbatch's slices are added up.
@@ -314,14 +321,14 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, num_slices: in
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
         table: All spans of the rank.
         iterations: Numbers of the iterations in the order of the first axis, ascending.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        slices: Number of slices of each microbatch in an iteration.
     """
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
     actions = table.take(drawn)
     row = np.searchsorted(iterations, actions.iteration)
     _, chunks, kinds, microbatches = action_ns.shape
-    microbatch = actions.microbatch // num_slices
+    microbatch, _ = microbatches_of(actions.iteration, actions.microbatch, slices)
     fits = (actions.chunk < chunks) & (microbatch < microbatches)
     key = ((row * chunks + actions.chunk) * kinds + actions.kind) * microbatches
     key = (key + microbatch)[fits]

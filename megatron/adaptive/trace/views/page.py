@@ -181,10 +181,12 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
     """Returns the data that describe the whole run: title, kinds, groups and iterations."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
-    microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
+    present = [trace for group in groups for trace in group.traces if trace]
+    largest = max(present, key=lambda trace: trace.num_microbatches.get(last, 0))
+    work = microbatches_text(largest.num_microbatches.get(last, 0), largest.slices(last))
     shape = (
         f"{header.schedule}, {run.num_ranks} pipeline ranks x {run.num_chunks} "
-        f"chunk{'s' * (run.num_chunks > 1)}, {microbatches_text(microbatches, run.num_slices)}, "
+        f"chunk{'s' * (run.num_chunks > 1)}, {work}, "
         f"world size {run.world_size}"
     )
     return {
@@ -199,7 +201,6 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
         ],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": iterations,
-        "slices": run.num_slices,
     }
 
 
@@ -253,6 +254,7 @@ def _block(
         "extent_ms": (end_ns - start_ns) / 1e6,
         "shown_ms": max([step_ns, *updated_ns]) / 1e6,
         "bubble": bubble,
+        "slices": next((t.slices(iteration) for t in group.traces if t), 1),
     }
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})

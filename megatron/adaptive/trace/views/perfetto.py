@@ -30,13 +30,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.action import SliceCounts, place_of
 from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.kernels import OUTSIDE, actions_of, read_steps
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.span_columns import Messages, TraceTable, match_messages
 from megatron.adaptive.trace.step_view import stages_text
-from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Lengths, Span
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Lengths, Span, is_item
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
@@ -116,11 +117,11 @@ def perfetto_events(
     for index, rank in enumerate(chosen_ranks):
         trace = run.ranks[rank]
         yield from _names_of(run, trace, index)
-        lengths = {iteration: trace.lengths(iteration) for iteration in iterations}
+        about = {i: (trace.lengths(i), trace.slices(i)) for i in iterations}
         every = _by_start(tables.pop(rank))
         for number, (name, kinds) in enumerate(THREADS.items()):
             slices = [
-                (span, _slice(span, lengths.get(span.iteration, ()), run.num_slices))
+                (span, _slice(span, *about.get(span.iteration, ((), 1))))
                 for span in every
                 if span.action in kinds
             ]
@@ -129,7 +130,10 @@ def perfetto_events(
                 slices += _kernel_slices(run, rank, iterations, every)
                 slices.sort(key=lambda entry: (entry[0].start_ns, -entry[0].end_ns))
             yield from _thread(rank, number, name, slices, origin_ns, flows)
-        slices = [(span, _ideal(span, run.num_slices)) for span in _by_start(ideal.get(rank))]
+        slices = [
+            (span, _ideal(span, trace.slices(span.iteration)))
+            for span in _by_start(ideal.get(rank))
+        ]
         yield from _thread(rank, len(THREADS), _IDEAL, slices, origin_ns, flows)
         actions = [span for span in every if span.action in DRAWN_ACTIONS]
         yield from _counters(rank, actions, origin_ns)
@@ -268,22 +272,23 @@ def _thread(
             yield {"name": "message", "cat": "message", **flow, **position}
 
 
-def _ideal(span: Span, num_slices: int) -> Event:
+def _ideal(span: Span, num_slices: SliceCounts) -> Event:
     arguments = {"iteration": span.iteration, "chunk": span.chunk, **_microbatch(span, num_slices)}
     return {"name": _name(span, num_slices), "cat": "ideal", "args": arguments}
 
 
-def _microbatch(span: Span, num_slices: int) -> dict[str, int]:
+def _microbatch(span: Span, num_slices: SliceCounts) -> dict[str, int]:
     """Returns the microbatch of a span, and its slice if microbatches are cut; empty for none."""
     if span.microbatch < 0:
         return {}
-    if num_slices == 1 or span.action == "data":
+    is_whole = num_slices == 1 or span.action == "data"
+    if is_whole or not is_item(span.microbatch, num_slices):
         return {"microbatch": span.microbatch}
-    microbatch, part = divmod(span.microbatch, num_slices)
-    return {"microbatch": microbatch, "slice": part}
+    position = place_of(span.microbatch, num_slices)
+    return {"microbatch": position.microbatch, "slice": position.part}
 
 
-def _slice(span: Span, lengths: Lengths, num_slices: int) -> Event:
+def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
     """Returns the name, category and arguments with which viewers show a span.
 
     Args:
@@ -318,7 +323,7 @@ def _slice(span: Span, lengths: Lengths, num_slices: int) -> Event:
     return {"name": _name(span, num_slices), "cat": ACTION_NAMES.get(kind, kind), "args": arguments}
 
 
-def _name(span: Span, num_slices: int) -> str:
+def _name(span: Span, num_slices: SliceCounts) -> str:
     kind = span.action
     item = span.item(num_slices)
     numbers = f"{span.chunk}-{item}"

@@ -49,6 +49,7 @@ from megatron.adaptive.trace.whatif.operations import (
     usual_s,
 )
 from megatron.adaptive.trace.whatif.replay import OtherSchedule, recorded_times, rule_saves_s
+from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
 """Maximum number of trace spans that are read at once, unless one step has more."""
@@ -461,6 +462,7 @@ class _Answers:
             for description, (flag, durations) in repairs.items()
         }
         repaired_s |= self._replays(simulated) | self._recording(whole)
+        repaired_s |= token_repairs(self._run, self._parts[-1].ops, whole, notes)
         if self._header.order and where.num_stages > 1:
             content = content_answers(self._run, [part.ops for part in self._parts])
             repaired_s |= {names: whole - saved for names, saved in content.saved_s.items()}
@@ -583,8 +585,8 @@ class _Answers:
         rows = slice(0, ops.num_computes)
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
-        microbatch = ops.microbatch[rows] // self._where.num_slices
-        columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], microbatch)
+        replica = self._where.replica[ops.worker[rows]]
+        columns = (ops.iteration[rows], replica, ops.whole_microbatches(rows))
         _, group = np.unique(row_keys(columns), return_inverse=True)
         number = np.bincount(group)
         length = np.ones(len(ops))
@@ -702,14 +704,16 @@ class _Answers:
         def mean_s(schedule: OtherSchedule) -> float:
             return float(np.mean([times.step_s(step, schedule) for step in chosen]))
 
-        fixed = "1f1b" if header.num_slices == 1 else "seq-1f1b"
-        present = "adaptive" if header.schedule == "adaptive" else fixed
+        fixed = "seq-1f1b" if times.is_cut else "1f1b"
+        # Fixed orders need equal numbers of slices.
+        follows_rule = header.schedule == "adaptive" or times.is_unequal
+        present = "adaptive" if follows_rule else fixed
         replayed_s = mean_s(OtherSchedule(present, 1))
         whole = float(simulated.mean())
         order = self._advice.adaptive
         deal = "--balance-replicas both"
         schedules = {("adaptive order", order): OtherSchedule("adaptive", 2)}
-        if header.num_slices == 1 and not header.order:
+        if not (times.is_cut or header.order):
             rule = "adaptive" if present == "adaptive" else "seq-1f1b"
             flag = SLICES_FLAG if rule == present else f"--pipeline-schedule {rule}, {SLICES_FLAG}"
             schedules[SLICES_TEXT, flag] = OtherSchedule(rule, 1, slices=SLICES)
@@ -730,10 +734,11 @@ class _Answers:
         Returns:
             Mean step time in seconds, by description and flag of the repair.
         """
-        if self._header.num_slices > 1 or self._header.order:
-            return {}
         ops = self._parts[-1].ops
         iterations = np.unique(ops.iteration).tolist()
+        is_cut = any(ops.where.slices(iteration, 0) != 1 for iteration in iterations)
+        if is_cut or self._header.order:
+            return {}
         saved_s = rule_saves_s(self._header, ops, ops.duration_s, iterations, slices=SLICES)
         if saved_s is None:
             return {}

@@ -34,12 +34,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.action import item_label
+from megatron.adaptive.schedule.action import SliceCounts, item_label
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.span_columns import (
     KIND,
@@ -48,11 +50,12 @@ from megatron.adaptive.trace.span_columns import (
     Mask,
     TraceTable,
     find_rows,
+    microbatches_of,
     nth_of_equal,
     row_keys,
 )
 from megatron.adaptive.trace.step_view import stages_of_rank
-from megatron.adaptive.trace.trace_format import COLLECTIVES, DRAWN_ACTIONS, REASONS
+from megatron.adaptive.trace.trace_format import COLLECTIVES, DRAWN_ACTIONS, REASONS, is_item
 
 Floats = npt.NDArray[np.float64]
 
@@ -76,6 +79,18 @@ NS_PER_S = 1e9
 _FAR = np.iinfo(np.int64).max
 
 
+class StepSlices(Protocol):
+    """Function that returns the number of slices of each microbatch of a replica's step."""
+
+    def __call__(self, iteration: int, replica: int) -> SliceCounts:
+        """Returns the numbers for an iteration and a data-parallel replica."""
+
+
+def whole(iteration: int, replica: int) -> SliceCounts:
+    """Returns 1, for runs whose microbatches are whole."""
+    return 1
+
+
 @dataclass(frozen=True, eq=False)
 class Pipelines:
     """Contains the pipeline rank, replica and stages of each recorded rank (worker).
@@ -85,14 +100,15 @@ class Pipelines:
         pp_rank: ``[workers]``, pipeline rank of each worker.
         replica: ``[workers]``, index of each worker's data-parallel replica, without gaps.
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        slices: Function that takes the numbers of an iteration and a replica. It returns the number
+            of slices of each microbatch; 1 for whole microbatches.
     """
 
     ranks: Ints
     pp_rank: Ints
     replica: Ints
     stages: Ints
-    num_slices: int = 1
+    slices: StepSlices = whole
 
     @property
     def num_stages(self) -> int:
@@ -163,12 +179,24 @@ class Operations:
         """Returns the number of operations."""
         return len(self.kind)
 
+    def whole_microbatches(self, rows: slice) -> Ints:
+        """Returns the microbatch of some operations; a slice belongs to a microbatch."""
+        replica = self.where.replica[self.worker[rows]]
+        iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
+        for number in np.unique(replica).tolist():
+            of = np.flatnonzero(replica == number)
+            slices = partial(self.where.slices, replica=number)
+            microbatch[of], _ = microbatches_of(iteration[of], microbatch[of], slices)
+        return microbatch
+
     def describe(self, row: int) -> str:
         """Returns the display name of an operation: its rank, kind of work and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
-            item = item_label(int(self.microbatch[row]), self.where.num_slices)
-            text += f" of microbatch {item}"
+            replica = int(self.where.replica[self.worker[row]])
+            slices = self.where.slices(int(self.iteration[row]), replica)
+            item = int(self.microbatch[row])
+            text += f" of microbatch {item_label(item, slices if is_item(item, slices) else 1)}"
         if self.where.stages.shape[1] > 1 and self.chunk[row] >= 0:
             text += f", chunk {self.chunk[row]}"
         return f"{text}, iteration {self.iteration[row]}"
@@ -184,13 +212,18 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
     headers = sorted((h for h in headers if h.tp_rank == first), key=lambda h: h.rank)
-    _, replica = np.unique([header.dp_rank for header in headers], return_inverse=True)
+    dp_ranks, replica = np.unique([header.dp_rank for header in headers], return_inverse=True)
+    first_of = {header.dp_rank: run.ranks[header.rank] for header in reversed(headers)}
+
+    def slices(iteration: int, replica: int) -> SliceCounts:
+        return first_of[int(dp_ranks[replica])].slices(iteration)
+
     return Pipelines(
         ranks=np.array([header.rank for header in headers]),
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
         stages=np.array([stages_of_rank(headers[0], rank) for rank in range(run.num_ranks)]),
-        num_slices=run.num_slices,
+        slices=slices,
     )
 
 

@@ -11,16 +11,21 @@ simulated too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
+from megatron.adaptive.config.schedule_specs import PlacementKind
+from megatron.adaptive.schedule.action import SliceCounts, each_count, mean_slices
 from megatron.adaptive.schedule.catalog import Candidate, make_candidate
+from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.numba_kernels import saves_time
 from megatron.adaptive.schedule.policy import rule_of
+from megatron.adaptive.schedule.rank_state import whole_sizes
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
 from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.trace_format import TraceHeader
@@ -33,7 +38,12 @@ from megatron.adaptive.trace.whatif.operations import (
     WEIGHT,
     Floats,
     Operations,
+    StepSlices,
+    whole,
 )
+
+Counts: TypeAlias = tuple[int, ...]
+"""Number of slices of each microbatch of a step."""
 
 RULE_STEPS = 3
 """Maximum number of steps that are simulated under the run's own scheduling rule."""
@@ -78,15 +88,37 @@ class RecordedTimes:
             seconds of the forward pass and of the whole backward pass. With slices, the last axis
             has the slices of all microbatches.
         transfer_s: Median transfer time of a message, in seconds.
-        num_slices: Number of slices of each recorded microbatch, 1 for whole microbatches.
         work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
             replicas, only these costs distinguish a slow rank from a stage with more work.
+        slices: Function that takes the numbers of an iteration and a replica. It returns the number
+            of slices of each recorded microbatch; 1 for whole microbatches.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
     transfer_s: float
     work: tuple[float, ...] = ()
-    num_slices: int = 1
+    slices: StepSlices = whole
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether any recorded microbatch is cut into several slices."""
+        return any(max(counts) > 1 for counts in self._all_counts)
+
+    @cached_property
+    def is_unequal(self) -> bool:
+        """Whether microbatches of a step have different numbers of slices."""
+        return any(len(set(counts)) > 1 for counts in self._all_counts)
+
+    @property
+    def _all_counts(self) -> Iterator[Counts]:
+        for iteration, replicas in self.steps.items():
+            for replica in range(len(replicas)):
+                yield self.counts(iteration, replica)
+
+    def counts(self, iteration: int, replica: int) -> Counts:
+        """Returns the number of slices of each microbatch of a replica's step."""
+        items = self.steps[iteration][replica].shape[2]
+        return counts_of(items, self.slices(iteration, replica))
 
     @cached_property
     def stage_s(self) -> Floats:
@@ -131,42 +163,41 @@ class RecordedTimes:
         """
         pieces = schedule.pieces if schedule.chunks > 1 else 0
         slices = schedule.slices
-        replicas = len(self.steps[iteration])
-        parts = [self.usual_part(iteration, replica) for replica in range(replicas)]
+        replicas = range(len(self.steps[iteration]))
+        parts = [self.usual_part(iteration, replica) for replica in replicas]
+        counts = [self.counts(iteration, replica) for replica in replicas]
         if schedule.is_dealt:
-            parts = self._dealt(np.concatenate(parts, axis=2))
-        num_slices = max(slices, self.num_slices)
+            parts, counts = self._dealt(np.concatenate(parts, axis=2), sum(counts, ()))
         parts = [np.repeat(part, slices, axis=2) / slices for part in parts]
+        counts = [tuple(slices * count for count in of_replica) for of_replica in counts]
         actions = sum(part[0].size for part in parts) * (4 + 2 * pieces)
-
-        def candidate(durations_s: Floats) -> Candidate:
-            count = durations_s.shape[2] // num_slices
-            return make_candidate(
-                schedule.name,
-                durations_s.shape[1],
-                schedule.chunks,
-                count,
-                weight_pieces=pieces,
-                num_slices=num_slices,
+        times_s = []
+        for replica, (part, of_replica) in enumerate(zip(parts, counts, strict=True)):
+            candidate = candidate_for(
+                schedule.name, part.shape[1], schedule.chunks, of_replica, pieces
             )
+            factor = self.rank_factor[replica]
+            times_s.append(self._pipeline_s(part, factor, candidate, of_replica, slices, actions))
+        return max(times_s)
 
-        return max(
-            self._pipeline_s(part, self.rank_factor[replica], candidate(part), slices, actions)
-            for replica, part in enumerate(parts)
-        )
-
-    def _dealt(self, durations_s: Floats) -> list[Floats]:
+    def _dealt(self, durations_s: Floats, counts: Counts) -> tuple[list[Floats], list[Counts]]:
         """Assigns microbatches, longest first, each to the replica that would finish it first.
 
         Args:
             durations_s: Time in seconds of each microbatch on ranks of usual speed, for all
                 replicas, ``[2, stages, microbatches]``. Slices of a microbatch stay together.
+            counts: Number of slices of each microbatch.
 
         Returns:
-            Times of the microbatches assigned to each replica, in the same form.
+            Times of the microbatches assigned to each replica, in the same form, and their numbers
+            of slices.
         """
         of_slices = durations_s
-        durations_s = durations_s.reshape(*durations_s.shape[:2], -1, self.num_slices).sum(axis=3)
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        durations_s = np.stack(
+            [of_slices[:, :, a:b].sum(axis=2) for a, b in zip(begins, ends, strict=True)], axis=2
+        )
         # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
         # that rank.
         slowest = [
@@ -178,25 +209,29 @@ class RecordedTimes:
         ]
         work = durations_s.sum(axis=(0, 1))
         stages = durations_s.shape[1]
-        dealt = []
+        dealt, dealt_counts = [], []
         for share in map(list, deal([cost.tolist() for cost in costs])):
             # Small differences in cost are noise, so reorder only if the costs differ clearly.
             if np.std(work[share]) > 0.05 * np.mean(work[share]):
                 share = [share[index] for index in order_by_cost(work[share].tolist(), stages)]
-            slices = [item for m in share for item in self._items(m)]
+            slices = [item for m in share for item in range(begins[m], ends[m])]
             dealt.append(of_slices[:, :, slices])
-        return dealt
-
-    def _items(self, microbatch: int) -> range:
-        """Returns the indices of a microbatch's slices."""
-        return range(microbatch * self.num_slices, (microbatch + 1) * self.num_slices)
+            dealt_counts.append(tuple(counts[m] for m in share))
+        return dealt, dealt_counts
 
     def _pipeline_s(
-        self, durations_s: Floats, factor: Floats, candidate: Candidate, slices: int, actions: int
+        self,
+        durations_s: Floats,
+        factor: Floats,
+        candidate: Candidate,
+        counts: Counts,
+        slices: int,
+        actions: int,
     ) -> float:
         """Simulates the pipeline of one replica and returns its step time in seconds.
 
-        ``slices`` is the number of slices into which the recorded messages are cut.
+        ``counts`` has the number of slices of each microbatch. ``slices`` is the number of slices
+        into which the recorded messages are cut.
         """
         ranks, count = durations_s.shape[1:]
         placement = candidate.placement
@@ -210,18 +245,75 @@ class RecordedTimes:
         for stage in range(placement.num_stages - 1):
             if rank_of[stage] != rank_of[stage + 1]:
                 delays[0, stage] = delays[1, stage + 1] = delay
-        return _simulated_s(candidate, split, delays, actions)
+        return simulated_s(candidate, split, delays, counts, actions)
 
 
-def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, actions: int) -> float:
+def counts_of(num_items: int, slices: SliceCounts) -> Counts:
+    """Returns the number of slices of each microbatch of a step as a tuple.
+
+    Args:
+        num_items: Number of slices of all microbatches.
+        slices: Number of slices of each microbatch, as in the trace.
+    """
+    return each_count(num_items // slices, slices) if isinstance(slices, int) else slices
+
+
+def candidate_for(
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    counts: Counts,
+    pieces: int,
+    kind: PlacementKind | None = None,
+) -> Candidate:
+    """Returns a schedule with the default limit on activations for a step's slices.
+
+    Args:
+        name: Name of the schedule or rule.
+        num_ranks: Number of ranks of the pipeline.
+        num_chunks: Number of chunks per rank.
+        counts: Number of slices of each microbatch.
+        pieces: Number of W actions per weight gradient, 0 for none.
+        kind: Placement of stages; ``None`` for the default.
+    """
+    is_equal = len(set(counts)) == 1
+    candidate = make_candidate(
+        name,
+        num_ranks,
+        num_chunks,
+        len(counts),
+        placement_kind=kind,
+        weight_pieces=pieces,
+        num_slices=counts[0] if is_equal else 1,
+    )
+    if is_equal or candidate.cap is None:
+        return candidate
+    # Raise the cap to the largest microbatch, because a real step does so too.
+    cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
+    return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
+
+
+def simulated_s(
+    candidate: Candidate, durations_s: Floats, delays_ps: Ints, counts: Counts, actions: int
+) -> float:
+    """Simulates a step and returns its time in seconds.
+
+    Args:
+        candidate: Schedule of the step.
+        durations_s: ``[3, stages, slices]``, times of F, B and W in seconds.
+        delays_ps: ``[2, stages, slices]``, times of the messages after F and B, in picoseconds.
+        counts: Number of slices of each microbatch.
+        actions: Number of actions of all steps that are simulated.
+    """
     ranks = candidate.placement.num_ranks
+    slices: SliceCounts = counts[0] if len(set(counts)) == 1 else counts
     work = Workload(
         durations_ps=np.rint(durations_s * PS_PER_S).astype(np.int64),
         delays_ps=delays_ps,
         occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
-        num_slices=candidate.num_slices,
+        num_slices=slices,
     )
-    policies = candidate.policies(work.num_microbatches)
+    policies = candidate.policies(work.num_microbatches, slices)
     shared = rule_of(policies)
     compiled = shared is not None and saves_time(shared[0], actions)
     return candidate.simulate(work, compiled=compiled, policies=policies).makespan_s
@@ -283,11 +375,14 @@ class RecordedStep:
         delays_ps: ``[2, stages, microbatches]``, times of the messages after F and B, in
             picoseconds.
         pieces: Number of actions W of a microbatch in a stage, 0 if backward passes are whole.
+        slices: Number of slices of each microbatch. The last axis of both arrays then has the
+            slices of all microbatches.
     """
 
     durations_s: Floats
     delays_ps: Ints
     pieces: int
+    slices: SliceCounts = 1
 
     @property
     def costs_s(self) -> list[float]:
@@ -305,20 +400,20 @@ class RecordedStep:
             header: Trace header of any rank, which contains the settings of the run.
             slices: Number of slices of equal time into which each microbatch is cut.
         """
-        num_slices = max(slices, header.num_slices)
+        counts = counts_of(self.durations_s.shape[2], self.slices)
+        counts = tuple(slices * count for count in counts)
         durations = np.repeat(self.durations_s / slices, slices, axis=2)
         delays = np.repeat(self.delays_ps // slices, slices, axis=2)
-        candidate = make_candidate(
+        candidate = candidate_for(
             header.schedule,
             header.num_ranks,
             header.num_chunks,
-            durations.shape[2] // num_slices,
-            placement_kind="v" if header.placement == "v" else "loop",
-            weight_pieces=self.pieces,
-            num_slices=num_slices,
+            counts,
+            self.pieces,
+            "v" if header.placement == "v" else "loop",
         )
         actions = durations[0].size * (2 + self.pieces)
-        return _simulated_s(candidate, durations, delays, actions)
+        return simulated_s(candidate, durations, delays, counts, actions)
 
 
 def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep | None:
@@ -348,7 +443,18 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
         came = kind == message_kind
         source = stage[came] + (-1, 1)[direction]
         delays[direction, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
-    return RecordedStep(durations, delays, pieces)
+    slices = _slices_of(ops, rows)
+    if sum(counts_of(shape[2], slices)) != shape[2]:
+        return None
+    return RecordedStep(durations, delays, pieces, slices)
+
+
+def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
+    """Returns the number of slices of each microbatch of the step that ``rows`` belong to."""
+    if not len(rows):
+        return 1
+    replica = int(ops.where.replica[ops.worker[rows[0]]])
+    return ops.where.slices(int(ops.iteration[rows[0]]), replica)
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
@@ -402,7 +508,7 @@ def recorded_times(
                 steps[iteration] = durations
     transfers_s = np.concatenate(transfers)
     transfer_s = float(np.median(transfers_s)) if len(transfers_s) else 0.0
-    return RecordedTimes(steps, transfer_s, work, where.num_slices) if steps else None
+    return RecordedTimes(steps, transfer_s, work, where.slices) if steps else None
 
 
 def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
@@ -417,7 +523,7 @@ def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats,
         cell = (np.where(ops.kind[part] == FORWARD, 0, 1), ops.stage[part], ops.microbatch[part])
         times = np.zeros(shape)
         np.add.at(times, cell, ops.duration_s[part])
-        if (times <= 0).any():
+        if (times <= 0).any() or sum(counts_of(shape[2], _slices_of(ops, part))) != shape[2]:
             return None
         durations.append(times)
     return tuple(durations)

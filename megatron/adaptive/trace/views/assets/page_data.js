@@ -26,7 +26,7 @@ async function decodeBlock(block) {
   }
   delete block.data;
   // Columns of the ideal step, in which no rank is slower than others, have a prefix.
-  block.ideal = { isIdeal: true, unit_ms: block.unit_ms };
+  block.ideal = { isIdeal: true, unit_ms: block.unit_ms, slices: block.slices };
   for (const [name] of block.columns.filter(([name]) => name.startsWith("s_"))) {
     block.ideal[name.slice(2)] = block[name];
   }
@@ -117,16 +117,24 @@ function formatBytes(value) {
 
 const WORDS = { F: "forward", B: "backward", W: "weight gradient" };
 
-// Returns a microbatch as people read it: 3, or 3.5 for its slice 5.
-function itemText(kind, microbatch) {
-  const slices = kind === "data" ? 1 : PAGE.slices;
-  const [whole, part] = [Math.floor(microbatch / slices), microbatch % slices];
-  return slices > 1 ? `${whole}.${part}` : `${whole}`;
+// Returns a microbatch as people read it: 3, or 3.5 for its slice 5. `slices` is the number of
+// slices of each microbatch, or a list with a number for each microbatch.
+function itemText(kind, microbatch, slices) {
+  if (kind === "data" || slices === 1) return `${microbatch}`;
+  if (!Array.isArray(slices)) {
+    return `${Math.floor(microbatch / slices)}.${microbatch % slices}`;
+  }
+  let part = microbatch;
+  for (let whole = 0; whole < slices.length; whole++) {
+    if (part < slices[whole]) return `${whole}.${part}`;
+    part -= slices[whole];
+  }
+  return `${microbatch}`;
 }
 
-function nameOf(kind, chunk, microbatch, piece) {
+function nameOf(kind, chunk, microbatch, piece, slices) {
   let text = WORDS[kind] || kind;
-  if (microbatch >= 0) text += ` of microbatch ${itemText(kind, microbatch)}`;
+  if (microbatch >= 0) text += ` of microbatch ${itemText(kind, microbatch, slices)}`;
   if (chunk >= 0) text += `, chunk ${chunk}`;
   return piece > 0 ? `${text}, piece ${piece}` : text;
 }
@@ -139,12 +147,13 @@ function describeBar(block, group, row, bar) {
   lines.push(["start", formatMs(block.start[bar] * unit)]);
   lines.push(["length", formatMs(block.length[bar] * unit)]);
   const [chunk, microbatch] = [block.chunk[bar], block.microbatch[bar]];
-  let title = nameOf(category.kind, chunk, microbatch, block.piece[bar]);
+  let title = nameOf(category.kind, chunk, microbatch, block.piece[bar], block.slices);
   if (block.isIdeal) return { color: category.color, title: `ideal ${title}`, lines };
   if (category.kind === "wait") {
     title = category.name;
     if (block.of[bar] >= 0) {
-      lines.push(["ended by", nameOf(PAGE.kinds[block.of[bar]], chunk, microbatch, 0)]);
+      const kind = PAGE.kinds[block.of[bar]];
+      lines.push(["ended by", nameOf(kind, chunk, microbatch, 0, block.slices)]);
     }
     if (block.peer[bar] >= 0) lines.push(["input from", `rank ${block.peer[bar]}`]);
   } else if (WORDS[category.kind]) {

@@ -79,7 +79,7 @@ function addBars(per, labels, block, view, row, low, high, place) {
     per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
     const shown = (Math.min(to, view.to) - Math.max(from, view.from)) * perMs;
     if (category.chunk < 0 || labels.x.length >= LIMITS.labels) continue;
-    const text = itemText(category.kind, block.microbatch[i]);
+    const text = itemText(category.kind, block.microbatch[i], block.slices);
     if (shown > 7 * text.length + 5) {
       labels.x.push((Math.max(from, view.from) + Math.min(to, view.to)) / 2);
       labels.y.push((top + foot) / 2);

@@ -1,0 +1,246 @@
+"""Simulates recorded steps with slices of another length (``--slice-tokens``).
+
+The trace has the lengths of all documents of a step, and the number of slices of each microbatch.
+From the recorded slices, the time of a token and of a pair of tokens that attend to each other are
+fitted for each stage and kind of action. The documents are then packed again for slices of another
+length, and the step is simulated with the fitted times. Slices are assumed to cost nothing more.
+All recorded slices have the same number of tokens, so a fixed time of each action cannot be
+separated from that of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.adaptive.config.schedule_specs import PlacementKind
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, Cut, SliceRule
+from megatron.adaptive.schedule.choose_slice_tokens import Timed, fit
+from megatron.adaptive.schedule.microbatch_assignment import deal
+from megatron.adaptive.schedule.pack_documents import first_fit
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.trace_format import TraceHeader
+from megatron.adaptive.trace.whatif.operations import Floats, Operations
+from megatron.adaptive.trace.whatif.replay import (
+    ALIKE,
+    RULE_STEPS,
+    Counts,
+    RecordedStep,
+    candidate_for,
+    recorded_replicas,
+    simulated_s,
+)
+
+_RULES = ("adaptive", "auto")
+"""Schedules whose steps are simulated with slices of another length."""
+
+
+def token_repairs(
+    run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
+) -> dict[tuple[str, str], float]:
+    """Simulates a run's last steps with shorter and with longer slices.
+
+    Args:
+        run: Trace of the run.
+        ops: Recorded operations of the steps.
+        whole_s: Mean step time of the run in seconds.
+        notes: List to which the reason is added if the run has such slices, and no other length is
+            simulated.
+
+    Returns:
+        Mean step time in seconds with slices of another length, by description and flag.
+    """
+    header = next(iter(run.ranks.values())).header
+    iterations = np.unique(ops.iteration)[-RULE_STEPS:].tolist()
+    rows = {iteration: _rows(run, ops, iteration) for iteration in iterations}
+    tokens = _tokens(rows.values())
+    if header.num_slices > 1 or tokens is None or ops.where.num_stages == 1:
+        return {}
+    without = "slices of another length are not simulated: "
+    if header.schedule not in _RULES:
+        notes.append(
+            f"{without}this takes a run under {' or '.join(_RULES)}, not {header.schedule}"
+        )
+        return {}
+    steps = [_Step.of(ops, iteration, rows[iteration]) for iteration in iterations]
+    whole = [step for step in steps if step is not None]
+    if len(whole) < len(steps):
+        notes.append(f"{without}actions are missing")
+        return {}
+    model = _Model(replace(header, schedule="adaptive"), whole, tokens)
+    if (miss := model.miss) > ALIKE:
+        notes.append(
+            f"{without}with the recorded length, the simulated step differs by {miss:.0%} from the "
+            "recorded one"
+        )
+        return {}
+    others = [n for n in (tokens // 4, tokens // 2, 2 * tokens) if n >= LEAST_TOKENS]
+    now_s = model.mean_s(tokens)
+    return {
+        (f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"): whole_s
+        - now_s
+        + model.mean_s(n)
+        for n in others
+    }
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Describes a recorded microbatch.
+
+    Attributes:
+        positions: Number of its tokens, with padding.
+        documents: Number of tokens of each of its documents.
+        slices: Number of its slices.
+    """
+
+    positions: int
+    documents: tuple[int, ...]
+    slices: int
+
+
+def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
+    """Returns the microbatches of each replica; empty lists without lengths."""
+    replicas = []
+    for replica in range(int(ops.where.replica.max()) + 1):
+        worker = int(np.flatnonzero(ops.where.replica == replica)[0])
+        trace = run.ranks[int(ops.where.ranks[worker])]
+        lengths = trace.lengths(iteration)
+        slices = trace.slices(iteration)
+        counts = (slices,) * len(lengths) if isinstance(slices, int) else slices
+        pairs = zip(lengths, counts, strict=False)
+        replicas.append([_Row(positions, tuple(of), n) for (positions, *of), n in pairs])
+    return replicas
+
+
+def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
+    """Returns the number of tokens of all slices; ``None`` if it differs, or nothing is cut."""
+    rows = [row for step in steps for replica in step for row in replica]
+    lengths = {row.positions / row.slices for row in rows}
+    if len(lengths) != 1 or max(row.slices for row in rows) == 1:
+        return None
+    return int(lengths.pop())
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Contains a recorded step.
+
+    Attributes:
+        documents: Number of tokens of each document, on all replicas.
+        replicas: Recorded times of each replica, and its recorded step time in seconds.
+        cuts: Microbatches of each replica.
+    """
+
+    documents: list[int]
+    replicas: list[tuple[RecordedStep, float]]
+    cuts: list[list[Cut]]
+
+    @classmethod
+    def of(cls, ops: Operations, iteration: int, rows: Sequence[Sequence[_Row]]) -> _Step | None:
+        """Returns the step of an iteration; ``None`` if actions are missing."""
+        replicas = recorded_replicas(ops, iteration)
+        if replicas is None:
+            return None
+        cuts = []
+        for (step, _), of_replica in zip(replicas, rows, strict=True):
+            if sum(row.slices for row in of_replica) != step.durations_s.shape[2]:
+                return None
+            cuts.append([_cut(row.positions // row.slices, row.documents) for row in of_replica])
+        documents = [n for of_replica in rows for row in of_replica for n in row.documents]
+        return cls(documents, replicas, cuts)
+
+
+def _cut(tokens: int, documents: Sequence[int]) -> Cut:
+    """Returns where a row of documents is cut into slices of a number of tokens."""
+    rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
+    return rule.cut(-(-sum(documents) // tokens) * tokens, documents)
+
+
+def _work(cuts: Sequence[Cut]) -> Floats:
+    """Returns the numbers of tokens and of pairs of each slice, ``[slices, 2]``."""
+    work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
+    return np.array(work, dtype=np.float64)
+
+
+class _Model:
+    """Holds the fitted times of a run, and simulates its steps with slices of any length.
+
+    Args:
+        header: Trace header of any rank, with the rule to simulate.
+        steps: Recorded steps.
+        tokens: Number of tokens of the recorded slices.
+    """
+
+    def __init__(self, header: TraceHeader, steps: Sequence[_Step], tokens: int) -> None:
+        self._header = header
+        self._steps = steps
+        self._recorded_tokens = tokens
+        rows: dict[tuple[int, int], list[Timed]] = defaultdict(list)
+        for step in steps:
+            for (times, _), cuts in zip(step.replicas, step.cuts, strict=True):
+                work = _work(cuts).tolist()
+                for lane in np.ndindex(times.durations_s.shape[:2]):
+                    seconds = times.durations_s[lane].tolist()
+                    rows[lane] += [
+                        Timed(tokens, pairs, s)
+                        for (tokens, pairs), s in zip(work, seconds, strict=True)
+                    ]
+        stages = steps[0].replicas[0][0].durations_s.shape[1]
+        self._parts = np.zeros((3, stages, 2))
+        for lane, timed in rows.items():
+            parts = fit(timed, has_fixed=False)
+            self._parts[lane] = parts.token_s, parts.pair_s
+        delays = [times.delays_ps for step in steps for times, _ in step.replicas]
+        self._delay_ps = np.median(np.concatenate(delays, axis=2), axis=2)
+        self._pieces = max(times.pieces for step in steps for times, _ in step.replicas)
+
+    @property
+    def miss(self) -> float:
+        """Largest relative difference of a recorded step from its simulations.
+
+        One simulation has the recorded durations, the other has the fitted ones and the same
+        length of slices.
+        """
+        misses = []
+        for step in self._steps:
+            span_s = max(span for _, span in step.replicas)
+            replayed_s = max(times.simulated_s(self._header) for times, _ in step.replicas)
+            misses += [
+                abs(s / span_s - 1) for s in (replayed_s, self._step_s(step, self._recorded_tokens))
+            ]
+        return max(misses)
+
+    def mean_s(self, tokens: int) -> float:
+        """Returns the mean step time with slices of a number of tokens, in seconds."""
+        return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
+
+    def _step_s(self, step: _Step, tokens: int) -> float:
+        """Packs a step's documents for slices of a length, and simulates its slowest replica."""
+        documents, replicas = step.documents, len(step.replicas)
+        rows = first_fit(documents, tokens, replicas, replicas)
+        cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]
+        shares: Sequence[Sequence[int]] = [range(len(cuts))]
+        if replicas > 1:
+            costs = [float((_work([cut]) @ self._parts.sum(axis=(0, 1))).sum()) for cut in cuts]
+            shares = deal([costs] * replicas)
+        return max(self._replica_s([cuts[number] for number in share], tokens) for share in shares)
+
+    def _replica_s(self, cuts: Sequence[Cut], tokens: int) -> float:
+        header = self._header
+        work = _work(cuts)
+        counts: Counts = tuple(len(cut.ends) for cut in cuts)
+        durations = np.einsum("ksp,np->ksn", self._parts, work)
+        share = tokens / self._recorded_tokens
+        delays = np.repeat(
+            np.rint(self._delay_ps * share).astype(np.int64)[:, :, None], len(work), 2
+        )
+        kind: PlacementKind = "v" if header.placement == "v" else "loop"
+        candidate = candidate_for(
+            header.schedule, header.num_ranks, header.num_chunks, counts, self._pieces, kind
+        )
+        actions = durations[0].size * (2 + self._pieces)
+        return simulated_s(candidate, durations, delays, counts, actions)
