@@ -1,4 +1,4 @@
-"""Traces of pipelines whose segments move, and predictions from the trace of a real pipeline."""
+"""Traces of pipelines whose segments move."""
 
 from __future__ import annotations
 
@@ -72,18 +72,3 @@ def test_each_partition_has_a_trace_of_its_own(
         owners = [rank for rank, size in enumerate(partition) for _ in range(size)]
         assert [row[:2] for row in rows] == [[str(n), str(rank)] for n, rank in enumerate(owners)]
     assert "Traceback" not in output
-
-
-@pytest.mark.multiprocess
-@pytest.mark.long
-def test_predictions_from_a_trace_are_the_times_of_real_runs(tmp_path: Path) -> None:
-    """Of order, dealing and partition, each alone and all together, in processes that sleep."""
-    run(tmp_path, "settings", 4)
-    report = json.loads((tmp_path / "0.json").read_text())
-    flags = [flag for flag in report if flag]
-    for name in ("order=", "dealing=", "partition="):
-        assert any(name in flag for flag in flags)
-    for flag, (predicted_s, measured_s) in report.items():
-        assert measured_s == pytest.approx(predicted_s, rel=0.15), flag
-    best = min(flags, key=lambda flag: report[flag][0])
-    assert report[best][1] < 0.8 * report[""][1]
