@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 
+from ..cluster.jobs import ElasticJob
 from ..multiprocess.launch import ROOT, environment
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
@@ -28,6 +29,7 @@ from ..support.tuned_models import (
     write_text_model,
 )
 
+LIMIT_S = 200.0
 COMMAND = ("-m", "megatron.adaptive", "train", "finetune")
 
 
@@ -164,13 +166,52 @@ def test_wrong_options_are_named_in_one_line(
     assert errors.count("\n") == 1
 
 
-def test_an_elastic_job_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def losses_of(output: str) -> dict[str, float]:
+    """Returns the loss of each step and evaluation, by what the line says of it."""
+    return {
+        name: float(loss)
+        for name, loss in re.findall(r"^(.*): (?:evaluation )?loss ([\d.]+)", output, re.M)
+    }
+
+
+@pytest.mark.multiprocess
+def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
+    """It was refused. Samples and losses are those of a run in one process."""
+    write_text_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    options = "--epochs 30 --lr 1e-4 --lora-rank 4 --length-multiple 8 --pipeline-size 1".split()
+    job = ElasticJob(
+        tmp_path,
+        "ab",
+        [],
+        script=Path("finetune"),
+        flags=[*paths_in(tmp_path), *options, "--save-interval", "10"],
+    )
+    try:
+        job.trained(2, 8)  # the first start measures the model
+        job.change("a")
+        job.until(lambda: job.state()["epochs"][-1]["processes"] == 1, "one process")
+        assert job.end(LIMIT_S) == 0, job.said()
+    finally:
+        job.close()
+    shapes = [epoch["shape"].partition(",")[0] for epoch in job.state()["epochs"]]
+    assert shapes == ["2 processes that measure the model", "PP 1 x DP 2", "PP 1 x DP 1"]
+    shutil.rmtree(tmp_path / "tuned")
+    expected = losses_of(tuned(tmp_path, " ".join(options)))
+    assert len(expected) == 120 + 30
+    losses = losses_of(job.log.read_text())
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_elastic_job_with_images_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_image_model(tmp_path / "model")
+    write_image_data(tmp_path / "data")
     order = JobOrder(checkpoints="checkpoints", progress="progress", model="model.json", epoch=0)
     monkeypatch.setenv(JOB_VARIABLE, order.to_text())
-    options = "--model m --data d.jsonl --output o"
-    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *COMMAND[2:], *options.split()])
+    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path)])
     assert program.main() == 2
     errors = capsys.readouterr().err
     assert "train finetune was started in an elastic job, which cannot choose sizes" in errors

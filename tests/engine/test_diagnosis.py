@@ -51,6 +51,21 @@ def test_a_finding_is_told_once(traces: Path) -> None:
     diagnosis.close()
 
 
+def test_iterations_before_a_new_trace_in_the_folder_are_left_out(traces: Path) -> None:
+    """After a move of layers the folder lacks them, and a diagnosis would end with an error."""
+    messages: list[str] = []
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
+    for path in traces.glob("trace_rank_*"):
+        head, *blocks = path.read_text().split('{"begin_iteration"')
+        path.write_text(head + "".join(f'{{"begin_iteration"{block}' for block in blocks[12:]))
+    diagnosis.begin_after(12)
+    diagnosis.after_iteration(22)
+    assert diagnosis._process is None
+    until_answered(diagnosis, 23)
+    assert len(messages) == 1
+    diagnosis.close()
+
+
 def test_the_gain_of_each_finding_is_noted(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], bool]] = []
 

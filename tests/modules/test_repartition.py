@@ -86,7 +86,6 @@ def test_on_two_ranks(tmp_path: Path, program: str, line: str) -> None:
         ({"repartition": "on"}, "repartition: .*'on'"),
         ({"repartition": "auto", "repartition_interval": 3}, "repartition_interval: "),
         ({"repartition": "auto", "repartition_gain": 0.0}, "repartition_gain: "),
-        ({"repartition": "auto", "trace_dir": "traces"}, "'auto' was given with trace_dir"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

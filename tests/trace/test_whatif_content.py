@@ -159,6 +159,8 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     assert better.step_s == pytest.approx(moved_s, rel=0.02)
     assert better.step_s < answer.recorded_s.mean() * 0.99
     assert not [r for r in answer.repairs if "--" in r.flag]
+    # A second partition, by the number of segments, was listed beside that one.
+    assert "stages of equal work" not in [repair.description for repair in answer.repairs]
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +197,10 @@ def test_equal_content_needs_neither_order_nor_dealing(
     answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
     assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
     # A schedule of the user's own cannot be simulated, which a note says.
-    unknown = ContentRun(even, "1f1b").write(tmp_path / "own", monkeypatch, schedule="mine")
+    uneven = ContentRun((2, 2, 4, 8), "1f1b")
+    unknown = uneven.write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)
+    assert "stages of equal work" in [repair.description for repair in unknown.repairs]
 
 
 def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(

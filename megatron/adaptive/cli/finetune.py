@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli import launch
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
-from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _DESCRIPTION = """\
 Fine-tunes a model of Hugging Face transformers over several processes, as a whole or with LoRA.
 Each line of the data is a JSON object with "text", or with "messages" for the chat template; these
-may have images. docs/finetune.md has examples. Under torchrun or job launch it is one of their
-processes; otherwise it starts the processes itself."""
+may have images. docs/finetune.md has examples. Under torchrun, job launch or train elastic it is
+one of their processes; otherwise it starts the processes itself."""
 
 
 def _parser() -> CommandParser:
@@ -62,15 +63,12 @@ def main(argv: Sequence[str]) -> int:
     """Fine-tunes a model, as one process of a job; starts the processes if no launcher did."""
     options = vars(_parser().parse_args(list(argv)))
     processes = options.pop("nproc_per_node")
-    if options["save_interval"] is not None and options["checkpoints"] is None:
-        raise ConfigError("train finetune: --save-interval needs a folder: give --checkpoints DIR")
     environment = Environment.read()
     if environment.job is not None:
-        raise ConfigError(
-            "train finetune was started in an elastic job, which cannot choose sizes for samples "
-            "with shapes of their own: start it under torchrun --max-restarts N or job launch, "
-            "with --checkpoints DIR; a later start continues from the newest checkpoint"
-        )
+        # The launcher of an elastic job names the folder.
+        options["checkpoints"] = Path(JobOrder.from_text(environment.job).checkpoints)
+    if options["save_interval"] is not None and options["checkpoints"] is None:
+        raise ConfigError("train finetune: --save-interval needs a folder: give --checkpoints DIR")
     if processes > 1 and not environment.is_launched:
         program = ["-m", "megatron.adaptive", "train", "finetune", *argv]
         return launch.main(["--standalone", "--nproc-per-node", str(processes), *program])
@@ -95,3 +93,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         raise
     fine_tune(settings, processor, samples)
     return 0
+
+
+if __name__ == "__main__":
+    # Processes of an elastic job run this file as their script.
+    sys.exit(run_cli(main))

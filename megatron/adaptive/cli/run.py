@@ -8,6 +8,8 @@
         python -m megatron.adaptive train elastic --checkpoint DIR pretrain_gpt.py ...
     the same for a script that trains a Pipeline:
         python -m megatron.adaptive train elastic --checkpoint DIR train.py ...
+    the same for the command train finetune:
+        python -m megatron.adaptive train elastic --checkpoint DIR finetune --model MODEL ...
     print the state of a job:
         python -m megatron.adaptive train elastic --status DIR
 """
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
+_FINETUNE = "finetune"
 _SECONDS = number(float, 1e-3, 1e9, "number of seconds")
 
 
@@ -108,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "memory for copies on each node (what fits)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
-    text = f"{_TRAINER}, or a script that trains a Pipeline; then its arguments"
+    text = f"{_TRAINER}, {_FINETUNE}, or a script that trains a Pipeline; then its arguments"
     add("script", nargs="?", type=Path, help=text)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -165,6 +168,8 @@ def _run(options: argparse.Namespace) -> int:
     script = options.script
     if script is None:
         raise ConfigError(f"train elastic: name the script to train with, such as {_TRAINER}")
+    if str(script) == _FINETUNE and not script.is_file():
+        script = options.script = Path(__file__).with_name("finetune.py")
     if not script.is_file():
         raise ConfigError(
             f"train elastic: {script}: no such file; name the script, such as {_TRAINER}"

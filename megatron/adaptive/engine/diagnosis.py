@@ -77,6 +77,14 @@ class RunningDiagnosis:
         elif self._folder is not None and iteration - self._next + 1 >= self._interval:
             self._ask(self._folder, iteration)
 
+    def begin_after(self, iteration: int) -> None:
+        """Leaves out all iterations up to ``iteration``, and the first one after it.
+
+        Call this when the folder begins to contain another trace, such as after a move of layers.
+        """
+        self._next = iteration + 2
+        self._slow = {}
+
     def close(self) -> None:
         """Reports the result of the last diagnosis. Blocks for 10 s at most. Idempotent."""
         self._folder = None

@@ -191,6 +191,10 @@ class Executor:
         self._away_ns: Mapping[Action, int] = {}
         self._log: StepLog | None = None
 
+    def record_to(self, recorder: Recorder | None) -> None:
+        """Stores the spans of later steps in another recorder; ``None`` turns tracing off."""
+        self._recorder = recorder
+
     @property
     def last_codes(self) -> tuple[int, ...]:
         """Returns the codes of the last step's actions in the order they started.

@@ -115,6 +115,7 @@ class Tracing:
         self._begun_ns = 0
         self._unresolved: list[_DeviceSpan] = []
         self._counters = None if recorder is None else counters or MachineCounters()
+        self._snapshot: Callable[[], dict[str, Any]] | None = None
 
     def watch(self, snapshot: Callable[[], dict[str, Any]]) -> None:
         """Makes the recorder publish this rank's current activity, for other programs.
@@ -123,6 +124,7 @@ class Tracing:
             snapshot: Function that returns the rank's current activity in the pipeline's step, as
                 fields of ``trace.status_files.Now``. It is called from another thread.
         """
+        self._snapshot = snapshot
         if self.recorder is not None:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
 
@@ -278,6 +280,23 @@ class Tracing:
         if self._sync is not None:
             self._sync.close()
         self.recorder.close()
+
+    def adopt(self, other: Tracing) -> None:
+        """Continues in the files of another trace, which must not be used afterwards.
+
+        Call :meth:`close` first. Other objects may keep their references to this trace.
+        """
+        self.recorder = other.recorder
+        self._clock = other._clock
+        self._sync = other._sync
+        self._counters = other._counters
+        self.experts = other.experts
+        self.layers = other.layers
+        self.collectives = other.collectives
+        self.kernels = other.kernels
+        self._traced = None
+        if self._snapshot is not None:
+            self.watch(self._snapshot)
 
     def _resolve(self) -> None:
         """Records the spans that the device has finished, and keeps the others for a later call."""

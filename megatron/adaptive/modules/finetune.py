@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.engine.process_context import naming_lost_peers
 from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
@@ -22,6 +24,9 @@ from megatron.adaptive.modules.pretrained import read_config
 from megatron.adaptive.modules.processors import load_processor
 from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
+
+_READ_LIMIT_S = 600.0
+"""Maximum time in seconds to wait for another process that encodes its part of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,8 @@ class FineTuning:
     def read(self) -> tuple[Any, SampleFile]:
         """Returns the processor of the model, and the samples.
 
+        Collective over all processes, which share the work of encoding the samples.
+
         Raises:
             ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
         """
@@ -96,7 +103,7 @@ class FineTuning:
             image_folder=self.image_folder,
             config=read_config(self.model, trust_remote_code=self.trust_remote_code),
         )
-        samples = reader.read(self.data)
+        samples = _read_together(reader, self.data)
         self.num_trained(len(samples))
         return processor, samples
 
@@ -135,6 +142,25 @@ class FineTuning:
         )
 
 
+@naming_lost_peers()
+def _read_together(reader: SampleReader, path: Path) -> SampleFile:
+    """Reads the samples of a file with all processes. Collective over all processes."""
+    if Environment.read().world_size == 1:
+        return reader.read(path)
+    # Imported after Pipeline, which lets megatron-core run without CUDA.
+    from megatron.adaptive.modules.mesh import join_job
+
+    # This job ends before the pipeline begins another one, which may have other settings.
+    job = join_job(_READ_LIMIT_S)
+    try:
+        samples = reader.read(path, job)
+    except Exception:
+        job.close_after_error()
+        raise
+    job.close()
+    return samples
+
+
 def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None:
     """Fine-tunes the model, and saves it as a folder that ``transformers`` reads.
 
@@ -145,12 +171,14 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         processor: Processor of the model, which is saved in the same folder.
         samples: Samples from :meth:`FineTuning.read`.
     """
+    is_elastic = Environment.read().job is not None
     with Pipeline.from_pretrained(
         settings.model,
-        samples.kinds,
+        _alike(samples, settings.batch_size) if is_elastic else samples.kinds,
         adapter=settings.adapter,
         dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
         trust_remote_code=settings.trust_remote_code,
+        micro_batch_size=1 if is_elastic else None,
         pipeline_size=settings.pipeline_size,
         batch_size=settings.batch_size,
         schedule=settings.schedule,
@@ -165,6 +193,29 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         pipeline.save_pretrained(settings.output)
         if torch.distributed.get_rank() == 0:
             processor.save_pretrained(settings.output)
+
+
+def _alike(samples: SampleFile, count: int) -> Microbatch:
+    """Returns a batch of equal samples, by which the launcher of an elastic job chooses a layout.
+
+    Args:
+        samples: Samples that will be trained.
+        count: Number of samples in the batch.
+
+    Raises:
+        ConfigError: If samples have entries without an axis of samples, as those of images.
+    """
+    kinds = samples.kinds
+    if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in kinds[0].values()):
+        raise ConfigError(
+            "train finetune was started in an elastic job, which cannot choose sizes for samples "
+            "with images: start it under torchrun --max-restarts N or job launch, with "
+            "--checkpoints DIR; a later start continues from the newest checkpoint"
+        )
+    # All starts of the job take the same sample, of middle length.
+    numbers = sorted(range(len(samples)), key=samples.num_learned.__getitem__)
+    sample = samples[numbers[len(numbers) // 2]]
+    return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}
 
 
 class _Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +17,8 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 with _accelerator.quiet_imports():
     from megatron.adaptive.config.parallel import TransportConfig
-    from megatron.adaptive.config.schedule import trace_details
-    from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.executor import RankTimes
-    from megatron.adaptive.engine.executor_setup import Wiring, build_executor, open_trace
+    from megatron.adaptive.engine.executor_setup import Wiring, build_executor
     from megatron.adaptive.engine.hang_guard import HangGuard
     from megatron.adaptive.engine.process_context import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
@@ -43,6 +40,7 @@ with _accelerator.quiet_imports():
     )
     from megatron.adaptive.modules.content import Dealing, MicrobatchOrder
     from megatron.adaptive.modules.cutting import check_groups
+    from megatron.adaptive.modules.pipeline_trace import PipelineTrace
     from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
     from megatron.adaptive.modules.recompute import Recompute
     from megatron.adaptive.modules.recording import Loss, Slicing, with_cut_points
@@ -51,7 +49,6 @@ with _accelerator.quiet_imports():
         check_repartition,
         make_balancer,
     )
-    from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
     from megatron.adaptive.modules.segments import MakeOptimizer
     from megatron.adaptive.modules.sizes import choose_orders, settle_sizes
     from megatron.adaptive.modules.step_loop import NO_LOOP, Loop
@@ -346,7 +343,8 @@ class Pipeline:
         self.shared_weights = self._assembly.shared_weights
         self.partition = self._assembly.partition
         self.weights = self._assembly.weights
-        self._open_trace(request, samples)
+        self._trace = PipelineTrace(request, samples, sizes, self._assembly, self._orders.placement)
+        self._tracing = self._trace.tracing
         self._wiring = self._make_wiring(request)
         self._random = RandomKey(request.seed, self.device)
         self._stores: list[WeightGradientStore] | None = None
@@ -359,38 +357,6 @@ class Pipeline:
             request, self._assembly, self._mesh, self._orders, self._maker.balance
         )
         self._mesh.settle()
-
-    def _open_trace(self, request: PipelineSettings, samples: int) -> None:
-        """Opens this process's trace; in an elastic job, each new layout gets a new folder."""
-        trace_dir = request.trace_dir
-        if self._order_of_job is not None and trace_dir is not None:
-            trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
-        self._trace_dir = trace_dir
-        costs = iter(self.weights)
-        transport = request.transport or TransportConfig()
-        self._tracing = open_trace(
-            trace_dir,
-            self._mesh,
-            self._orders.placement,
-            schedule=request.schedule,
-            num_microbatches=max(1, samples // self.micro_batch_size),
-            layers=self.partition,
-            work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
-            transport=transport.forced or "",
-            layer_kinds=self._assembly.segment_kinds,
-            layer_work=self._assembly.mean_work,
-            content_rules=(request.order, request.dealing),
-        )
-        self._meter: SegmentMeter | None = None
-        clock = self._mesh.accelerator.clock()
-        details = () if trace_dir is None else trace_details(request.trace_detail)
-        if "layers" in details:
-            placement = self._orders.placement
-            segments = segments_of(self.partition, placement, self._mesh.pp_rank)
-            self._meter = SegmentMeter(segments, clock)
-            self._tracing.layers = self._meter
-        if "collectives" in details:
-            self._tracing.collectives = CollectiveMeter(self._update.process_groups(), clock)
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
         """Makes the executor and its channels, with message buffers for the largest message."""
@@ -417,7 +383,7 @@ class Pipeline:
             self._mesh,
             after_s=request.hang_after_s,
             on_hang=request.on_hang,
-            page_folder=self._trace_dir,
+            page_folder=self._trace.folder,
         )
         tracing = self._tracing
         executor = self._wiring.executor
@@ -559,6 +525,10 @@ class Pipeline:
         if repartitioner.carry_out(move):
             self.partition = self._assembly.recordings.part.partition
             self.shared_weights = repartitioner.shared_weights
+            self._trace.continue_with(self.partition)
+            self._wiring.executor.record_to(self._tracing.recorder)
+            if self._loop is not None:
+                self._loop.trace_begins_anew()
 
     @naming_lost_peers()
     def eval(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> float:
@@ -611,7 +581,7 @@ class Pipeline:
             scale=1.0 if scale is None else scale,
             loss_weights=work.weights,
             forward_only=forward_only,
-            meter=self._meter if self._tracing.is_traced and not forward_only else None,
+            meter=None if forward_only else self._trace.meter,
         )
         before = self._random.generator.get_state()
         try:

@@ -107,8 +107,9 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
     with torch.device("meta"):
         model: Any = kind._from_config(copy.deepcopy(config), dtype=chosen)
     _apply_dtype_plan(model, chosen)
+    computed = dict(model.named_non_persistent_buffers())
     for name, buffer in model.named_buffers():
-        if name in dict(model.named_non_persistent_buffers()):
+        if name in computed:
             _set(model, name, torch.empty_like(buffer, device="cpu"))
         else:
             buffer._is_hf_initialized = True

@@ -89,7 +89,7 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
     """Checks that segments may move in this job.
 
     Raises:
-        ConfigError: If the job is elastic, or a trace is written.
+        ConfigError: If the job is elastic.
     """
     if request.repartition == "off":
         return
@@ -97,11 +97,6 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
         raise ConfigError(
             "repartition 'auto' was given in a job that changes its shape, whose launcher chooses "
             "the partition: leave repartition out"
-        )
-    if request.trace_dir is not None:
-        raise ConfigError(
-            "repartition 'auto' was given with trace_dir, and a trace describes steps of one "
-            "partition: leave out one of them"
         )
 
 

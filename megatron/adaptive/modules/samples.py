@@ -6,7 +6,8 @@
 
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
 the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
-file is read, so that a wrong line is an error before training starts.
+file is read, so that a wrong line is an error before training starts. The processes of a job share
+this work: each line is encoded by one process, which sends the result to all others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +29,9 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.processors import first_line
 from megatron.adaptive.modules.processors import load_processor as load_processor
+
+if TYPE_CHECKING:
+    from megatron.adaptive.engine.process_context import Job
 
 IGNORED = -100
 """Label of tokens that are not learned."""
@@ -41,6 +45,12 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 # Keys under which the part of a message may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
+
+# Number of lines that each process encodes before the first exchange, and at most before another.
+_FIRST_LINES, _MOST_LINES = 4, 1024
+
+# Approximate size in bytes of the samples that a process sends in one exchange.
+_EXCHANGED_BYTES = 1 << 22
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
@@ -98,14 +108,20 @@ class SampleReader:
     def _placeholders(self) -> torch.Tensor:
         return torch.tensor(sorted(placeholder_ids(self.processor, self.config)), dtype=torch.long)
 
-    def read(self, path: Path) -> SampleFile:
+    def read(self, path: Path, job: Job | None = None) -> SampleFile:
         """Reads the samples of a file that have at least one learned token.
 
+        Args:
+            path: Path of the file.
+            job: Job whose processes all call this method and share the work; ``None`` if this
+                process encodes all lines itself.
+
         Raises:
-            ConfigError: If the file cannot be read, has no such samples, or has a wrong line. The
-                message names the line.
+            ConfigError: If the file cannot be read, has no such samples, has a wrong line, or
+                differs between processes. The message names the line. All processes of the job
+                raise the same error.
         """
-        return SampleFile(path, self)
+        return SampleFile(path, self, job)
 
     def encode(self, sample: Any, image_folder: Path) -> dict[str, torch.Tensor]:
         """Returns a sample as a microbatch.
@@ -205,12 +221,34 @@ class _Line:
     text: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """Contains what the first pass finds out about a line.
+
+    Attributes:
+        error: Reason why the line is wrong; empty if it is not.
+        learned: Number of learned tokens.
+        names: Names of the sample's entries.
+        content: Hashes of the line and of its images.
+        num_bytes: Size of the sample in bytes.
+        sample: Encoded line; ``None`` if there is no room to keep it.
+    """
+
+    error: str = ""
+    learned: int = 0
+    names: frozenset[str] = frozenset()
+    content: bytes = b""
+    num_bytes: int = 0
+    sample: Microbatch | None = None
+
+
 class SampleFile:
     """Contains the samples of a file; indexing returns a microbatch.
 
     Args:
         path: Path of the file, with a JSON object in each line.
         reader: Reader that encodes the lines.
+        job: Job whose processes all read the file and share the work; ``None`` without others.
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
@@ -218,29 +256,29 @@ class SampleFile:
         digest: Hash of all lines and images in their order.
     """
 
-    def __init__(self, path: Path, reader: SampleReader) -> None:
+    def __init__(self, path: Path, reader: SampleReader, job: Job | None = None) -> None:
         self._path = path
         self._reader = reader
         self._image_folder = reader.image_folder or path.parent
         self._lines: list[_Line] = []
         self._kept: dict[int, Microbatch] = {}
         self._indices_of_kinds: dict[frozenset[str], int] = {}
+        self._left_bytes = reader.kept_bytes
         self.num_empty = 0
         self.num_learned: list[int] = []
-        left = reader.kept_bytes
         digest = hashlib.blake2b(digest_size=16)
-        for line in _lines_of(path):
-            sample = self._encode(line)
-            _add_content(digest, line, self._image_folder)
-            count = int(num_learned([sample])[0])
-            if not count:
+        for line, encoded in self._first_pass(job):
+            if encoded.error:
+                raise ConfigError(encoded.error)
+            digest.update(encoded.content)
+            if not encoded.learned:
                 self.num_empty += 1
                 continue
-            self.num_learned.append(count)
-            self._indices_of_kinds.setdefault(frozenset(sample), len(self._lines))
-            left -= sum(entry.nbytes for entry in sample.values())
-            if left >= 0:
-                self._kept[len(self._lines)] = sample
+            self.num_learned.append(encoded.learned)
+            self._indices_of_kinds.setdefault(encoded.names, len(self._lines))
+            self._left_bytes -= encoded.num_bytes
+            if self._left_bytes >= 0 and encoded.sample is not None:
+                self._kept[len(self._lines)] = encoded.sample
             self._lines.append(line)
         self.digest = digest.hexdigest()
         if not self._lines:
@@ -248,6 +286,42 @@ class SampleFile:
                 f"{path} has no samples with something to learn, and {self.num_empty} without: "
                 "give samples, or raise the maximum length if it cuts off all answers"
             )
+
+    def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
+        """Yields all lines in their order, each encoded by one process of the job.
+
+        The lines of a block are dealt to the processes in turn. After each block the processes
+        exchange their results.
+        """
+        if job is None:
+            for line in _lines_of(self._path):
+                yield line, self._examined(line)
+            return
+        lines = _common_lines(self._path, job)
+        ranks = job.environment.world_size
+        size = _FIRST_LINES
+        while lines:
+            block, lines = lines[: size * ranks], lines[size * ranks :]
+            of_rank = job.gather([self._examined(line) for line in block[job.rank :: ranks]])
+            sent_bytes = [sum(each.num_bytes for each in part if each.sample) for part in of_rank]
+            for index, line in enumerate(block):
+                yield line, of_rank[index % ranks][index // ranks]
+            size = _next_size(size, max(sent_bytes))
+
+    def _examined(self, line: _Line) -> _Encoded:
+        """Encodes a line, without its sample if there is no room to keep one."""
+        try:
+            sample = self._encode(line)
+            content = _content(line, self._image_folder)
+        except ConfigError as error:
+            return _Encoded(error=str(error))
+        return _Encoded(
+            learned=int(num_learned([sample])[0]),
+            names=frozenset(sample),
+            content=content,
+            num_bytes=sum(entry.nbytes for entry in sample.values()),
+            sample=sample if self._left_bytes >= 0 else None,
+        )
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -297,15 +371,54 @@ class SampleFile:
         raise ConfigError(f"{self._path}:{line.number}: {reason}")
 
 
-def _add_content(digest: Any, line: _Line, folder: Path) -> None:
-    """Adds a line that was encoded, and the files of its images, to a digest.
+def _next_size(size: int, sent_bytes: int) -> int:
+    """Returns the number of lines that each process encodes before the next exchange.
 
     Args:
-        digest: Digest of ``hashlib``.
+        size: Number of lines before the last exchange.
+        sent_bytes: Size in bytes of the samples that a process sent then, at most.
+    """
+    fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
+    return max(1, min(2 * size, fitting, _MOST_LINES))
+
+
+def _common_lines(path: Path, job: Job) -> list[_Line]:
+    """Returns the lines of a file that all processes of a job read. Collective.
+
+    Raises:
+        ConfigError: If a process cannot read the file, or it differs between processes. All
+            processes raise the error.
+    """
+    lines: list[_Line] = []
+    error = ""
+    try:
+        lines = list(_lines_of(path))
+    except ConfigError as wrong:
+        error = str(wrong)
+    digest = hashlib.blake2b()
+    for line in lines:
+        digest.update(f"{line.number} {len(line.text)} {line.text}".encode())
+    of_rank = job.gather((error, digest.digest()))
+    for rank, (wrong_there, there) in enumerate(of_rank):
+        if wrong_there:
+            is_everywhere = all(other for other, _ in of_rank)
+            raise ConfigError(wrong_there if is_everywhere else f"rank {rank}: {wrong_there}")
+        if there != of_rank[0][1]:
+            raise ConfigError(
+                f"{path} has other lines on rank {rank} than on rank 0: give all processes the "
+                "same file"
+            )
+    return lines
+
+
+def _content(line: _Line, folder: Path) -> bytes:
+    """Returns the hashes of a line that was encoded, and of the files of its images.
+
+    Args:
         line: Line of the file.
         folder: Folder that contains all images.
     """
-    digest.update(hashlib.blake2b(line.text.strip().encode()).digest())
+    hashes = [hashlib.blake2b(line.text.strip().encode()).digest()]
     sample = json.loads(line.text)
     names = list(sample.get("images") or [])
     for message in sample.get("messages") or []:
@@ -315,7 +428,8 @@ def _add_content(digest: Any, line: _Line, folder: Path) -> None:
                 names += [part[key] for key in _NAMES if key in part][:1]
     for name in names:
         content = Path(_path_of_image(name, folder)).read_bytes()
-        digest.update(hashlib.blake2b(content).digest())
+        hashes.append(hashlib.blake2b(content).digest())
+    return b"".join(hashes)
 
 
 def _with_images(

@@ -134,7 +134,7 @@ class Loop:
             self._say(f"continues after step {pipeline.steps} of {total_steps}")
         self._snapshots = make_snapshots(mesh, self._snapshot_state, self._report_copies, self._say)
         self._diagnosis = RunningDiagnosis(
-            pipeline._trace_dir if self._is_first else None,
+            pipeline._trace.folder if self._is_first else None,
             diagnose_interval,
             pipeline.steps,
             self._say,
@@ -208,6 +208,10 @@ class Loop:
     def before_update(self) -> None:
         """Waits until snapshots have copied the current state, so that an update may change it."""
         self._snapshots.before_update()
+
+    def trace_begins_anew(self) -> None:
+        """Leaves out the steps so far, whose trace files were put aside, in later diagnoses."""
+        self._diagnosis.begin_after(self._pipeline.steps)
 
     def close(self) -> None:
         """Restores the signal handlers and closes the progress file.

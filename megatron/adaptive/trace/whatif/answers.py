@@ -69,6 +69,8 @@ SLICES = 8
 """Number of slices with which recorded steps of whole microbatches are simulated."""
 SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
+_EVEN = "stages of equal work"
+"""Repair that is left out if other partitions were simulated with the times of single segments."""
 REPLAYED = 4
 """Maximum number of steps that are simulated under each other schedule."""
 RECORDED_SPAN_S = 1e-6
@@ -465,6 +467,8 @@ class _Answers:
         repaired_s |= token_repairs(self._run, self._parts[-1].ops, whole, notes)
         if self._header.order and where.num_stages > 1:
             content = content_answers(self._run, [part.ops for part in self._parts])
+            left_out = _EVEN if content.covers_partitions else ""
+            repaired_s = {names: s for names, s in repaired_s.items() if names[0] != left_out}
             repaired_s |= {names: whole - saved for names, saved in content.saved_s.items()}
             notes += [content.note] * bool(content.note)
         ordered = _ordered_repairs(repaired_s, whole)
@@ -646,7 +650,7 @@ class _Answers:
                 )
         if len(usual) > 1 and usual.max() > 1.02 * usual.mean():
             flag, factors = self._partition(usual)
-            repairs["stages of equal work"] = flag, self._scaled(factors[where.pp_rank])
+            repairs[_EVEN] = flag, self._scaled(factors[where.pp_rank])
         repairs["links without jitter"] = (
             self._advice.links,
             _without("kind", [FORWARD_COMM, BACKWARD_COMM]),

@@ -64,10 +64,12 @@ class ContentAnswers:
     Attributes:
         saved_s: Seconds that a step would save, by description and settings.
         note: Reason for which nothing could be simulated; empty if there is none.
+        covers_partitions: Whether other partitions were simulated too.
     """
 
     saved_s: dict[tuple[str, str], float]
     note: str = ""
+    covers_partitions: bool = False
 
 
 def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswers:
@@ -101,7 +103,8 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
         if not error:
             reason = "the trace lacks F or B of some microbatches"
         return ContentAnswers({}, f"order, dealing and partition are not simulated: {reason}")
-    return ContentAnswers(_Simulation(header, steps, _segment_shares(run, header)).answers())
+    simulation = _Simulation(header, steps, _segment_shares(run, header))
+    return ContentAnswers(simulation.answers(), covers_partitions=simulation.covers_partitions)
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
@@ -147,6 +150,11 @@ class _Simulation:
         self._steps = steps
         self._stage_of = np.repeat(np.arange(len(header.layers)), header.layers)
         self._shares = shares
+
+    @property
+    def covers_partitions(self) -> bool:
+        """Returns whether the sizes of all stages are known, so that segments can be moved."""
+        return bool(self._header.layers) and 0 not in self._header.layers
 
     def answers(self) -> dict[tuple[str, str], float]:
         """Returns the seconds that a step would save, by description and settings."""
@@ -220,7 +228,7 @@ class _Simulation:
         """
         recorded = self._header.layers
         stages = len(recorded)
-        if not stages or len(self._shares) <= stages or 0 in recorded:
+        if not self.covers_partitions or len(self._shares) <= stages:
             return ()
         together = _joined([replica for step in self._steps for replica in step])
         stage_s = together.durations_s.sum(axis=(0, 2))

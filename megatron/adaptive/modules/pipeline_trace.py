@@ -1,0 +1,112 @@
+"""Writes the trace of a ``Pipeline``, in new files after each move of segments.
+
+The header of a trace file describes one partition. So the files of the former partition are put
+aside before the first step of the new one::
+
+    steps 1-50, 1-6-1-1 ──> traces/      segments move: renamed to traces-1/
+    steps 51-,  2-3-2-2 ──> traces/
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.config.schedule import trace_details
+from megatron.adaptive.engine.collective_meter import CollectiveMeter
+from megatron.adaptive.engine.executor_setup import open_trace
+from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.modules.assembly import Assembly, PipelineSettings
+from megatron.adaptive.modules.segment_meter import SegmentMeter, segments_of
+from megatron.adaptive.modules.sizes import SettledSizes
+from megatron.adaptive.schedule.stage_placement import Placement
+
+
+class PipelineTrace:
+    """Opens this process's trace. The constructor is collective over all processes.
+
+    Args:
+        request: Settings of the pipeline.
+        samples: Number of samples, or of microbatches of a list, in the sample batch.
+        sizes: Layout of the job. Each layout of an elastic job gets a folder of its own.
+        assembly: This rank's part of the model.
+        placement: Assignment of stages to ranks.
+
+    Attributes:
+        folder: Folder of the trace files; ``None`` if tracing is off.
+        tracing: Trace of this process, the same object for all partitions.
+    """
+
+    def __init__(
+        self,
+        request: PipelineSettings,
+        samples: int,
+        sizes: SettledSizes,
+        assembly: Assembly,
+        placement: Placement,
+    ) -> None:
+        assert request.micro_batch_size is not None
+        self._request = request
+        self._num_microbatches = max(1, samples // request.micro_batch_size)
+        self._mesh = sizes.mesh
+        self._assembly = assembly
+        self._placement = placement
+        self.folder = request.trace_dir
+        if sizes.order is not None and self.folder is not None:
+            self.folder = f"{self.folder}/epoch-{sizes.order.epoch}"
+        self._meter: SegmentMeter | None = None
+        self.tracing = self._open(assembly.partition)
+
+    @property
+    def meter(self) -> SegmentMeter | None:
+        """Returns the meter of segments in the current step; ``None`` if it is not measured."""
+        return self._meter if self.tracing.is_traced else None
+
+    def continue_with(self, partition: Sequence[int]) -> None:
+        """Continues in new files for another partition. Collective over all processes.
+
+        Must be called between two steps. The former files are then in ``<folder>-1``, or with the
+        next free number.
+
+        Args:
+            partition: Number of segments in each stage.
+
+        Raises:
+            TraceError: If the former files cannot be put aside.
+        """
+        if self.folder is None:
+            return
+        self.tracing.close()
+        # The folder is renamed only after all processes have closed their files in it.
+        dist.barrier(group=self._mesh.control_group)
+        self.tracing.adopt(self._open(partition))
+
+    def _open(self, partition: Sequence[int]) -> Tracing:
+        request = self._request
+        assembly = self._assembly
+        costs = iter(assembly.weights)
+        transport = request.transport or TransportConfig()
+        tracing = open_trace(
+            self.folder,
+            self._mesh,
+            self._placement,
+            schedule=request.schedule,
+            num_microbatches=self._num_microbatches,
+            layers=partition,
+            work=[sum(itertools.islice(costs, size)) for size in partition if assembly.weights],
+            transport=transport.forced or "",
+            layer_kinds=assembly.segment_kinds,
+            layer_work=assembly.mean_work,
+            content_rules=(request.order, request.dealing),
+        )
+        details = () if self.folder is None else trace_details(request.trace_detail)
+        clock = self._mesh.accelerator.clock()
+        if "layers" in details:
+            segments = segments_of(partition, self._placement, self._mesh.pp_rank)
+            tracing.layers = self._meter = SegmentMeter(segments, clock)
+        if "collectives" in details:
+            tracing.collectives = CollectiveMeter(assembly.update.process_groups(), clock)
+        return tracing

@@ -1,0 +1,139 @@
+"""Samples that several processes encode together; here threads take the part of processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.adaptive.errors import ConfigError
+
+pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
+
+from megatron.adaptive.modules import samples
+from megatron.adaptive.modules.samples import SampleFile, SampleReader
+
+from ..support.tuned_models import make_tokenizer, write_image_data
+
+LIMIT_S = 60.0
+
+
+class Meeting:
+    """Gathers values of several threads, each of which is a rank of a job."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._barrier = threading.Barrier(ranks, timeout=LIMIT_S)
+        self._values: list[Any] = [None] * ranks
+
+    def job(self, rank: int) -> Any:
+        """Returns the job of a rank."""
+
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return SimpleNamespace(
+            rank=rank, environment=SimpleNamespace(world_size=self.ranks), gather=gather
+        )
+
+
+def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
+    """Reads a file on each rank; returns the samples, or the error, of each."""
+    meeting = Meeting(len(paths))
+
+    def read(rank: int) -> Any:
+        made = SampleReader(processor=make_tokenizer(), **options) if reader is None else reader()
+        try:
+            return made.read(paths[rank], meeting.job(rank))
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        return list(pool.map(read, range(len(paths))))
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+TEXTS = [{"text": "a" * (number % 7)} for number in range(53)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kept_bytes", [1 << 30, 4000, 0])
+def test_samples_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kept_bytes: int
+) -> None:
+    """Each line is encoded once, and the same samples are kept in memory."""
+    path = write(tmp_path / "train.jsonl", TEXTS)
+    expected = SampleReader(processor=make_tokenizer(), kept_bytes=kept_bytes).read(path)
+    encoded: list[int] = []
+    encode = SampleFile._encode
+
+    def counted(self: SampleFile, line: Any) -> Any:
+        encoded.append(line.number)
+        return encode(self, line)
+
+    monkeypatch.setattr(SampleFile, "_encode", counted)
+    monkeypatch.setattr(samples, "_EXCHANGED_BYTES", 3000)
+    all_read = read_together([path] * ranks, kept_bytes=kept_bytes)
+    assert sorted(encoded) == list(range(1, len(TEXTS) + 1))
+    assert expected.num_empty > 0
+    for read in all_read:
+        for name in ("digest", "num_learned", "num_empty", "_lines", "_indices_of_kinds"):
+            assert getattr(read, name) == getattr(expected, name)
+        assert read._kept.keys() == expected._kept.keys()
+        for sample, same in zip(read, expected, strict=True):
+            assert sample.keys() == same.keys()
+            assert all(torch.equal(sample[name], same[name]) for name in same)
+
+
+def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
+    """Also if several ranks find wrong lines."""
+    lines: list[Any] = [*TEXTS[1:6], {"wrong": 1}, {"wrong": 2}, *TEXTS[1:6], {"wrong": 3}]
+    path = write(tmp_path / "train.jsonl", lines)
+    errors = read_together([path] * 3)
+    assert errors == [errors[0]] * 3
+    assert errors[0].startswith(f"{path}:6: give an object with text")
+
+
+def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+    """The other ranks would wait for this one, or train on other samples."""
+    path = write(tmp_path / "train.jsonl", TEXTS)
+    other = write(tmp_path / "other.jsonl", TEXTS[:-1])
+    errors = read_together([path, path, other])
+    assert [error.partition(" ")[2] for error in errors] == [
+        "has other lines on rank 2 than on rank 0: give all processes the same file"
+    ] * 3
+    missing = tmp_path / "missing.jsonl"
+    error = f"{missing}: No such file or directory: name a file of JSON lines"
+    assert read_together([path, missing]) == [f"rank 1: {error}"] * 2
+    assert read_together([missing] * 2) == [error] * 2
+
+
+def test_images_are_sent_too(tmp_path: Path) -> None:
+    """The hash of lines and images is that of one process, so that checkpoints stay valid."""
+    from ..support.tuned_models import make_processor
+
+    write_image_data(tmp_path / "data")
+    path = tmp_path / "data" / "train.jsonl"
+    expected = SampleReader(processor=make_processor()).read(path)
+    for read in read_together([path] * 2, lambda: SampleReader(processor=make_processor())):
+        assert read.digest == expected.digest
+        assert read.decisive_entries == expected.decisive_entries
+        assert all(
+            torch.equal(sample[name], same[name])
+            for sample, same in zip(read, expected, strict=True)
+            for name in same
+        )
