@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -25,28 +24,6 @@ def environment(**variables: str) -> dict[str, str]:
     # Ranks that an elastic job ends would print warnings of torch's C++ part.
     fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**os.environ, **fixed, **variables}
-
-
-def children_of(pid: int) -> list[int]:
-    """Returns the children of a process, none if it has ended.
-
-    Who looks at them often saves much: for the same question ``psutil`` reads the state of every
-    process of the machine.
-    """
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                children += map(int, (thread / "children").read_text().split())
-    return children
-
-
-def descendants_of(pid: int) -> list[int]:
-    """Returns all processes below a process, parents before their children."""
-    family = children_of(pid)
-    for member in family:
-        family += children_of(member)
-    return family
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.families import ending_all
+
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
 """Share of the processors that other programs may use before times are not to be trusted."""
@@ -197,7 +199,8 @@ def measure(
     """Runs the parts that a command line names, or all of them, one after the other.
 
     Prints the table of each part when it ends and the missed goals at the end. The JSON file is
-    written after every part, because a later one may never end.
+    written after every part, because a later one may never end. If SIGTERM or SIGHUP stops a part,
+    all processes that it started end.
 
     Args:
         parts: Functions that run a part, by its name.
@@ -213,7 +216,8 @@ def measure(
         if options.part and name not in options.part:
             continue
         busy, start_s = others_busy(), time.perf_counter()
-        result = attempt(name, part)
+        with ending_all():
+            result = attempt(name, part)
         elapsed_s = time.perf_counter() - start_s
         total.add(result)
         if busy > BUSY:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.megatron_core_flags import OTHERS, CoreConfig
-from megatron.adaptive.config.unsupported_flags import NEWER, is_idle, reason_for
+from megatron.adaptive.config.unsupported_flags import NEWER, is_idle, reason_for, with_no
 
 FILES = (
     "megatron/training/*argument*.py",
@@ -43,9 +43,13 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
             continue
         parts = [keyword.value for keyword in node.keywords if keyword.arg == "help"]
         text = next((str(part.value) for part in parts if isinstance(part, ast.Constant)), "")
+        has_opposite = any("BooleanOptionalAction" in ast.unparse(k.value) for k in node.keywords)
         for argument in node.args:
             if isinstance(argument, ast.Constant) and str(argument.value).startswith("--"):
-                yield str(argument.value), text
+                name = str(argument.value)
+                yield name, text
+                if has_opposite:
+                    yield f"--no-{name.removeprefix('--')}", text
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
@@ -89,7 +93,8 @@ def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str
                         names = texts(value)
         is_on = isinstance(item.value, ast.Constant) and item.value.value is True
         spelling = name.replace("_", "-")
-        for flag in names or [f"--no-{spelling}" if is_on else f"--{spelling}"]:
+        default = [f"--no-{spelling}", f"--disable-{spelling}"] if is_on else [f"--{spelling}"]
+        for flag in names or default:
             yield flag, text
 
 
@@ -105,6 +110,18 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
         classes.update((n.name, (file, n)) for n in tree.body if isinstance(n, ast.ClassDef))
         for name, text in flags_of_calls(tree):
             flags.setdefault(name, (file, text))
+    missing = {name for name in groups if name not in classes}
+    for path in sorted(root.glob("megatron/**/*.py")) if missing else ():
+        text = path.read_text(encoding="utf-8")
+        if any(f"class {name}" in text for name in missing):
+            nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+            file = str(path.relative_to(root))
+            classes.update((n.name, (file, n)) for n in nodes if n.name in missing)
+    if unknown := sorted(missing - classes.keys()):
+        raise SystemExit(
+            f"error: {root}: flags are made of {', '.join(unknown)}, but no file below megatron"
+            " defines such a class: give a whole checkout"
+        )
     for group, excluded in groups.items():
         waiting = [group]
         while waiting:  # a dataclass has the fields of its bases too
@@ -129,7 +146,9 @@ def main() -> int:
     unlisted = [
         name
         for name in sorted(flags)
-        if name not in taken and not is_idle(name) and reason_for(name) is None
+        if taken.isdisjoint((name, with_no(name)))
+        and not is_idle(name)
+        and reason_for(name) is None
     ]
     for name in unlisted:
         file, text = flags[name]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -103,6 +106,24 @@ def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     # The two are counted by different means, and other threads give memory back in between.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
+
+
+@without_gpu
+def test_the_peak_of_a_process_is_not_that_of_the_program_that_started_it() -> None:
+    """The peak came from ru_maxrss, which counts the memory of the former program as well."""
+    program = (
+        "from megatron.adaptive.accelerator import detect; print(detect(0).peak_memory_bytes())"
+    )
+    large = bytearray(b"x") * (1 << 30)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert 1 << 26 < int(done.stdout) < len(large)
 
 
 def test_cpu_clock_is_the_monotonic_one() -> None:

@@ -431,7 +431,12 @@ without_cuda.install()
 from megatron.legacy import fused_kernels
 from megatron.training.initialize import initialize_megatron
 fused_kernels.load(None)
-print(initialize_megatron(extra_args_provider=print), torch.cuda.device_count())
+counts = [
+    initialize_megatron(extra_args_provider=print),
+    initialize_megatron(print, False),
+    initialize_megatron(allow_no_cuda=False),
+]
+print(*counts, initialize_megatron.__name__, torch.cuda.device_count())
 """
 
 
@@ -451,4 +456,5 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    assert done.stdout == "1 0\n", done.stderr  # one device for Megatron-LM, none for others
+    # One device for Megatron-LM, none for others. A program may pass allow_no_cuda by position.
+    assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

@@ -19,12 +19,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 
 from megatron.adaptive import device_collectives
+from megatron.adaptive.config.control_groups import lines_of
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.without_cuda import install, install_for_trainer
 
@@ -121,8 +123,7 @@ class Accelerator:
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         # Linux updates the peak with a delay, so the peak can be below the current size.
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return max(peak_bytes, self.memory_in_use_bytes())
+        return max(_peak_resident_bytes(), self.memory_in_use_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
         """Returns a clock that measures when work on this device has finished."""
@@ -131,6 +132,15 @@ class Accelerator:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor on this device; the copy does not block if the tensor is pinned."""
         return tensor.to(self.device, non_blocking=True)
+
+
+def _peak_resident_bytes() -> int:
+    """Returns the largest resident memory of this process so far, in bytes."""
+    # The kernel counts the memory of the program that started this one in ru_maxrss as well.
+    for line in lines_of(Path("/proc/self/status")):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class CpuClock:

@@ -27,6 +27,7 @@ import builtins
 import contextlib
 import functools
 import importlib.abc
+import inspect
 import os
 import sys
 import types
@@ -607,15 +608,29 @@ def _adapt_trainer(finder: Finder) -> None:
 
     def initialize(module: Any) -> None:
         install_for_trainer()
-        module.initialize_megatron = functools.partial(
-            module.initialize_megatron, allow_no_cuda=True
-        )
+        module.initialize_megatron = _allowing_no_cuda(module.initialize_megatron)
 
     def compile_nothing(module: Any) -> None:
         module.load = lambda args: None
 
     finder.adaptations["megatron.training.initialize"] = initialize
     finder.adaptations["megatron.legacy.fused_kernels"] = compile_nothing
+
+
+def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``initialize_megatron`` with ``allow_no_cuda`` set, however its caller passes it.
+
+    The position of this parameter differs between releases.
+    """
+    signature = inspect.signature(start)
+
+    @functools.wraps(start)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["allow_no_cuda"] = True
+        return start(*bound.args, **bound.kwargs)
+
+    return run
 
 
 class _AnyIndex(tuple[Any, ...]):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ import pytest
 from megatron.adaptive.cli import doctor
 from megatron.adaptive.errors import ConfigError
 
-from ..multiprocess.launch import Ranks, tail
+from ..multiprocess.launch import Ranks, environment, kill_tree, tail
 
 RANKS = int(os.environ.get("PROBE_RANKS", "6"))
 LIMIT_S = 200
@@ -128,3 +131,25 @@ def test_wrong_sizes_are_reported_before_processes_start() -> None:
         doctor.main("--probe --processes 3 --tensor-model-parallel-size 2".split())
     with pytest.raises(ConfigError, match="a single rank has none to compare with"):
         doctor.main("--probe --processes 1".split())
+
+
+@pytest.mark.multiprocess
+def test_outliers_are_the_last_that_is_printed(tmp_path: Path) -> None:
+    """The launcher added "error: rank 0 (pid 1234) ended with status 1; its message is above"."""
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--probe", "--processes", "2"]
+    job = subprocess.Popen(
+        [*command, *FAST, "--save", str(tmp_path / "file")],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = job.communicate(timeout=LIMIT_S)
+    finally:
+        kill_tree(job)
+    assert job.returncode == 1
+    assert re.match(r"\d+ outliers?: \d+ figures of 2 ranks", errors.splitlines()[-1]), errors
+    assert "ended with status" not in errors

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from harness.processes import descendants_of
+from harness.families import descendants_of
 from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked, start, wait_until
 
 TRAINER = ROOT / "pretrain_gpt.py"

@@ -37,15 +37,18 @@ from megatron.adaptive.gpt.setup import build_run
 from megatron.adaptive.gpt.train_step import Step
 
 BASE = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --attention-dropout 0"
-BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0 --seq-length 12"
+BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0"
 
 
 class Loaded:
     """A model in one shape, with the weights that its flags name."""
 
-    def __init__(self, meshes: Meshes, flags: list[str]) -> None:
+    def __init__(self, meshes: Meshes, flags: list[str], length: int) -> None:
         world = Environment.read().world_size
-        self.config = parse([*BASE.split(), *flags], world_size=world, last_wins=True)
+        # Last, because flags of a checkpoint have the length with which it was made. Channels of
+        # gloo take messages of the length of the flags, and of no other.
+        flags = [*BASE.split(), *flags, "--seq-length", str(length)]
+        self.config = parse(flags, world_size=world, last_wins=True)
         self.job = meshes.join(self.config)
         self.run = build_run(self.job)
         for chunk in self.run.chunks:
@@ -134,7 +137,8 @@ def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
     predicted = expected.pop("predicted", None)
     flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
     # One more id comes on top, for the end of documents.
-    loaded = Loaded(meshes, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
+    flags += ["--vocab-size", str(logits.shape[-1] - 1)]
+    loaded = Loaded(meshes, flags, tokens.shape[1] - 1)
     with torch.no_grad():
         computed = loaded.logits(tokens[:, :-1])
     name = f"{case['model']} {' '.join(case['flags'])}"

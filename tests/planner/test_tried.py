@@ -16,6 +16,7 @@ from megatron.adaptive.planner.tried import (
     TriedRank,
     cluster_of,
     fit_profile,
+    most_bytes,
     needed_bytes,
     plan_of,
     predicted_step_s,
@@ -74,7 +75,7 @@ def rank(**changes: Any) -> TriedRank:
 
 
 def fitted(plan: Plan, *ranks: TriedRank) -> tuple[dict[str, Any], StageSums]:
-    document = fit_profile(plan, MODEL, CLUSTER, measured_alone(), ranks)
+    document = fit_profile(plan, MODEL, CLUSTER, measured_alone(), ranks, {})
     inputs = PlanInputs(MODEL, CLUSTER, profile_file.make_profile(document))
     return document, StageSums.of(plan, inputs, OURS)
 
@@ -106,6 +107,51 @@ def test_the_step_is_that_of_the_pipeline_with_the_measured_times() -> None:
     assert seconds == pytest.approx(predict(plan, inputs).seconds)
     # 1F1B: the last rank runs 4 microbatches, after one forward and before one backward.
     assert seconds == pytest.approx(4 * 28.0 + 20.0 + 0.5 + 0.25, rel=0.01)
+
+
+LINKS: dict[str, Any] = {
+    "links": [
+        {
+            "nodes": ["cpu", "cpu"],
+            "within": True,
+            "pairs": 1,
+            "latency_s": 0.5,
+            "sizes": [[2048, 1e12]],
+        }
+    ],
+    "all_reduce": [{"node": "cpu", "ranks": 2, "latency_s": 7.0, "sizes": [[2048, 1e12]]}],
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_measured_links_lengthen_the_step_and_change_no_layer(tensor: int) -> None:
+    """The step left out messages between stages and the reduction of tied embeddings."""
+    content = {**CONTENT, "degrees": {"tensor": tensor, "pipeline": 2, "data": 1}}
+    cluster = cluster_of(content, "cpu")
+    plan = plan_of(content, MODEL, cluster, "plan")
+    alone = measured_alone()
+    for row in alone["layers"]:
+        row["tp"] = tensor
+    without, with_links = (
+        fit_profile(plan, MODEL, cluster, alone, [rank()], links) for links in ({}, LINKS)
+    )
+    assert with_links["layers"] == without["layers"]
+    assert with_links["nodes"] == without["nodes"]
+    added_s = predicted_step_s(plan, MODEL, cluster, with_links) - predicted_step_s(
+        plan, MODEL, cluster, without
+    )
+    if tensor == 1:
+        # The first message forward and the last one backward delay the step, and the embeddings.
+        assert added_s == pytest.approx(0.5 + 0.5 + 7.0, rel=0.01)
+    else:  # all-reduces of tensor-parallel ranks in each layer take time too
+        assert added_s > 20.0
+
+
+def test_the_largest_message_is_that_of_a_stage_or_of_tied_embeddings() -> None:
+    plan = plan_of(CONTENT, MODEL, CLUSTER, "plan")
+    assert most_bytes(plan, MODEL) == MODEL.tied_parameters * 4 > 32 * 128 * 3
+    larger = plan_of({**CONTENT, "micro_batch_size": 64}, MODEL, CLUSTER, "plan")
+    assert most_bytes(larger, MODEL) == 64 * 16 * 32 * 4
 
 
 def test_needed_memory_counts_weights_without_any_measured_time() -> None:

@@ -45,6 +45,10 @@ CHUNKS: list[dict[str, Any]] = [
         "runs": {"split": SPLIT, "odd": {**WHOLE, "shape": {"drops_last": True}}},
     },
 ]
+WORKERS: list[dict[str, Any]] = [
+    {"program": "replay", "runs": {"split": SPLIT}},
+    {"program": "threads", "runs": {"split": SPLIT}},
+]
 FOREIGN: list[dict[str, Any]] = [
     {"program": "bridge", "shape": {"foreign": True}, "runs": {"whole": WHOLE, "split": SPLIT}}
 ]
@@ -110,6 +114,13 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
 @releases
 def test_two_chunks(python_path: str, tmp_path: Path) -> None:
     run(CHUNKS, 2, tmp_path, python_path)
+
+
+@releases
+def test_workers_that_replay_choices_or_call_from_other_threads(
+    python_path: str, tmp_path: Path
+) -> None:
+    run(WORKERS, 2, tmp_path, python_path)
 
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)

@@ -2,7 +2,8 @@
 
 Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
-    {"program": name in user_callers.PROGRAMS, "shape": {...} of user_callers.Program,
+    {"program": name in user_callers.PROGRAMS or user_workers.WORKERS,
+     "shape": {...} of user_callers.Program,
      "runs": {name: {"settings": {...} of install, "models": {model: {...} of install},
                      "shape": changes of the shape}, or null}}
 
@@ -26,6 +27,7 @@ megatron.adaptive.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import user_callers as callers  # noqa: E402
+import user_workers as workers  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.engine.process_context import destroy_groups, process_groups  # noqa: E402
@@ -49,7 +51,8 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
             megatron.adaptive.install(**values, model=models[name].chunks)
 
     shape = case.get("shape", {}) | (settings or {}).get("shape", {})
-    return callers.PROGRAMS[case["program"]](callers.Program(**shape), prepare)
+    programs = callers.PROGRAMS | workers.WORKERS
+    return programs[case["program"]](callers.Program(**shape), prepare)
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ has one line for each set:
     DIFFERS     the numbers are not the same
     FAILS       the engine ended otherwise
 
-Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set.
+Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set. The
+folder of ``--logs`` keeps the last run of each set.
 Modules that the tree needs and this environment lacks (``six`` for 0.16) may be in folders of
 PYTHONPATH; ``prerequisite.sh --versions`` unpacks triton.
 """
@@ -27,6 +28,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -38,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.families import ending_all
 from tests.multiprocess.launch import ROOT, Forkserver, Ranks
 from tests.soak.feature_set_table import SETS, FeatureSet
 from tests.support.core_trees import UNPACKED
@@ -102,7 +105,8 @@ class Tree:
 
     Attributes:
         path: Folder of the tree.
-        folder: Folder for the logs and notes of all runs.
+        folder: Folder for the logs and notes of all runs. Those of a former run of a set are
+            replaced.
     """
 
     path: Path
@@ -128,6 +132,8 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
+        # Ranks would add their notes to those of an earlier run.
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"
         command = [str(PLUGIN / "user_script.py"), str(self.path / "pretrain_gpt.py")]
@@ -262,7 +268,7 @@ def main() -> int:
     names = options.sets.split(",") if options.sets else [*(QUICK if options.quick else SETS)]
     if unknown := [name for name in names if name not in SETS]:
         parser.error(f"--sets: there is no set {unknown[0]}; there are {', '.join(SETS)}")
-    with tempfile.TemporaryDirectory(prefix="feature-sets-") as folder:
+    with ending_all(), tempfile.TemporaryDirectory(prefix="feature-sets-") as folder:
         tree = Tree(options.tree.resolve(), (options.logs or Path(folder)).resolve())
         table = [measure(tree, SETS[name], options.json) for name in names]
     counts = Counter(row["result"] for row in table)

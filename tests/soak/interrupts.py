@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.processes import children_of
+from harness.families import children_of
 from harness.report import Result, Row, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from tests.cluster.jobs import FLAGS, TRAINER

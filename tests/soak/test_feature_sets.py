@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess.launch import forkserver
 from tests.plugin.user_script import edited
 from tests.soak.feature_set_table import SETS
 from tests.soak.feature_sets import TREE, Run, Tree, compare, measure, reason_of
@@ -106,6 +107,26 @@ def test_a_script_gets_the_lines_of_the_page() -> None:
     ]
     with pytest.raises(AssertionError, match="^not once in the script: import torch"):
         edited(SCRIPT.replace("import torch\n", ""))
+
+
+@pytest.mark.multiprocess
+def test_a_set_that_runs_again_replaces_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run with the same --logs ended with FileExistsError."""
+    for name in ("PATH", "MAKEFLAGS"):  # a tree changes them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    helpers = tmp_path / "tree" / "megatron" / "core" / "datasets"
+    helpers.mkdir(parents=True)
+    (helpers / "Makefile").write_text("all:\n")
+    (tmp_path / "tree" / "pretrain_gpt.py").write_text(SCRIPT)
+    tree = Tree(tmp_path / "tree", tmp_path / "logs", _server=forkserver())
+    log = tmp_path / "logs" / "adaptive" / "engine" / "log.txt"
+    for _ in range(2):
+        assert tree.run(SETS["adaptive"], "engine").status == 1
+        assert log.read_text().count("KeyError: 'megatron.training.training'") >= 1
+        assert not (log.parent / "old").exists()
+        (log.parent / "old").touch()
 
 
 @pytest.mark.long

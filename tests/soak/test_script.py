@@ -18,6 +18,14 @@ def test_every_soak_of_the_script_is_a_module() -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
+def test_the_script_says_how_long_all_soaks_may_take() -> None:
+    """It said ten hours, which is less than the soak of hangs alone may take."""
+    text = SCRIPT.read_text()
+    minutes = re.findall(r"^\w+ +(\d+) +tests\.\S+", text, re.MULTILINE)
+    (hours,) = re.findall(r"all of them end within (\d+)\n", text)
+    assert int(hours) == round(sum(map(int, minutes)) / 60)
+
+
 def test_an_unknown_soak_is_one_line_and_status_2() -> None:
     done = subprocess.run(["bash", SCRIPT, "nothing"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.processes import children_of, environment, kill_tree
+from harness.families import children_of
+from harness.processes import environment, kill_tree
 from harness.report import ROOT, Result, Row, measure, measured, parser_of
 
 LIMIT_S = 600.0

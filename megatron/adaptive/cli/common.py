@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.adaptive.config.environment import Environment, too_many_files
@@ -15,12 +18,33 @@ from megatron.adaptive.config.input_files import printable, say
 from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the path of the file that a rank may leave to torchrun."""
+_PRINTED = "printed"
 _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
     """Prints text that may contain file content or paths; escapes control characters."""
     print(printable(text, lines=True), file=file, flush=True)
+
+
+def leave_reason(text: str) -> None:
+    """Writes to torchrun's file that this rank has printed why its exit status is not 0.
+
+    torchrun prints the text in its list of failed ranks. ``job launch`` then prints nothing more.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if path:
+        content = {"message": text, "timestamp": int(time.time()), _PRINTED: True}
+        # Without the file, the launcher only prints one line too many.
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def has_left_reason(failure: Any) -> bool:
+    """Takes torchrun's record of a failed rank; returns whether it called :func:`leave_reason`."""
+    return bool(failure.error_file_data.get(_PRINTED))
 
 
 def open_streams() -> None:

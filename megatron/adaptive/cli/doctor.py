@@ -29,7 +29,7 @@ import psutil
 
 from megatron.adaptive import extension
 from megatron.adaptive.cli import launch
-from megatron.adaptive.cli.common import show
+from megatron.adaptive.cli.common import leave_reason, show
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.inventory import count_gpus, rdma_ports, resolve, why_no_gpu_use
 from megatron.adaptive.cluster.node_processes import check_port
@@ -453,7 +453,10 @@ def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
         environment,
         show=partial(_print_probe, as_json=options.json),
     )
-    return int(bool(result.report.outliers))
+    if not (count := len(result.report.outliers)):
+        return 0
+    leave_reason(f"doctor --probe found {_outliers(count)}; rank 0 has printed them")
+    return 1
 
 
 def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
@@ -478,6 +481,10 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
     )
 
 
+def _outliers(count: int) -> str:
+    return f"{count} outlier{'s' if count > 1 else ''}"
+
+
 def _print_probe(result: JobReport, *, as_json: bool) -> None:
     report = result.report
     if as_json:
@@ -492,7 +499,7 @@ def _print_probe(result: JobReport, *, as_json: bool) -> None:
     for outlier in report.outliers:
         show(f"{outlier.text}: {outlier.remedy}")
     count = len(report.outliers)
-    outcome = "no outlier" if not count else f"{count} outlier{'s' if count > 1 else ''}"
+    outcome = _outliers(count) if count else "no outlier"
     nodes = len(set(result.hosts))
     show(
         f"{outcome}: {len(report.figures)} figures of {len(result.hosts)} ranks on {nodes} "

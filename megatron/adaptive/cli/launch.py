@@ -27,7 +27,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
+from megatron.adaptive.cli.common import (
+    EXIT_EXPECTED_ERROR,
+    has_left_reason,
+    interrupts_end_at_once,
+)
 from megatron.adaptive.cluster.inventory import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import PROGRAM, count
@@ -245,7 +249,7 @@ def _report(error: Any) -> int:
     """Prints which rank failed first, and returns the exit status for the whole job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
-    if code == EXIT_EXPECTED_ERROR:
+    if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):
         return code  # the rank has printed the reason
     if code < 0:
         name = signal.Signals(-code).name

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from megatron.adaptive.cli import launch
-from megatron.adaptive.cli.common import show
+from megatron.adaptive.cli.common import leave_reason, show
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
@@ -104,7 +104,10 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
         _print(outcomes, as_json=options.json)
     check.close()
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
-    return _EXIT_CHOSEN_FAILED if bad else 0
+    if not bad:
+        return 0
+    leave_reason("transport --check: the chosen transport does not work; rank 0 has printed why")
+    return _EXIT_CHOSEN_FAILED
 
 
 def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.cli.plan_inputs import measured_kinds
+from megatron.adaptive.cluster.inventory import count_gpus
 from megatron.adaptive.config.input_files import aligned, say
 from megatron.adaptive.config.plan_file import load_plan, plan_flags, world_size_of
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -24,6 +26,7 @@ from megatron.adaptive.planner.tried import (
     TriedRank,
     cluster_of,
     fit_profile,
+    most_bytes,
     needed_bytes,
     plan_of,
     predicted_step_s,
@@ -31,6 +34,8 @@ from megatron.adaptive.planner.tried import (
 )
 
 _RANK = "megatron.adaptive.cli.try_rank"
+_LINKS = "megatron.adaptive.cli.try_links"
+_LINKS_S = 300.0
 _ERROR = "error: "
 
 
@@ -77,6 +82,7 @@ def try_plan(options: argparse.Namespace) -> int:
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
     needed = needed_bytes(plan, trial.model, cluster)[trial.pp_rank]
     tried, layers = _run(trial, _request(trial, plan, needed))
+    links = _measure_links(trial, plan)
     ranks = {r: values for r, values in former.items() if values.device == tried.device}
     for rank in sorted(former.keys() - ranks.keys() - {tried.rank}):
         show(
@@ -86,7 +92,7 @@ def try_plan(options: argparse.Namespace) -> int:
         )
     ranks[tried.rank] = tried
     cluster = cluster_of(trial.content, tried.device)
-    fitted = fit_profile(plan, trial.model, cluster, layers, list(ranks.values()))
+    fitted = fit_profile(plan, trial.model, cluster, layers, list(ranks.values()), links)
     step_s = predicted_step_s(plan, trial.model, cluster, fitted)
     trial.content["tried"] = {
         "step_s": step_s,
@@ -98,7 +104,7 @@ def try_plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(trial.content["tried"], indent=2))
         return 0
-    show(_table(trial, tried, step_s))
+    show(_table(trial, tried, step_s, has_links=bool(links)))
     show(f"\n{target}: plan with these values; plan --profile {target} plans with them")
     return 0
 
@@ -196,7 +202,39 @@ def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str
     raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
 
 
-def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
+def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
+    """Measures messages and all-reduces between two ranks on this machine.
+
+    Returns:
+        Entries of a profile file. Empty for a plan with one rank, on a machine with one GPU, and
+        after a warning if the ranks did not measure.
+    """
+    if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "links.json"
+        command = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", _LINKS, str(target)]
+        try:
+            process = subprocess.run(
+                [*command, str(most_bytes(plan, trial.model))],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_LINKS_S,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"they took more than {_LINKS_S:g} s"
+        else:
+            if process.returncode == 0 and target.exists():
+                measured: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+                return measured
+            reason = (process.stderr.strip().splitlines() or ["no message"])[0]
+    show(f"warning: links between two ranks were not measured: {reason}", file=sys.stderr)
+    return {}
+
+
+def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:
     """Formats the planned and the measured values of the rank as a table."""
     prediction = trial.content.get("prediction", {})
     memories = prediction.get("memory_bytes", [])
@@ -219,8 +257,7 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float) -> str:
         ["optimizer", "", f"{tried.optimizer_s * 1e3:,.1f} ms"],
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
-    note = (
-        "The other ranks do not exist: messages and collectives cost nothing here, and the step is"
-        "\nthat of the pipeline with these times."
-    )
+    note = "The other ranks do not exist: messages and collectives cost the rank nothing."
+    note += "\nThe step is that of the pipeline with these times, "
+    note += "and messages between two ranks here." if has_links else "without messages."
     return "\n".join([*aligned(rows, 1), "", note])

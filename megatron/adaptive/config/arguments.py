@@ -24,7 +24,13 @@ from megatron.adaptive.config.input_files import natural, read_text
 from megatron.adaptive.config.layer_partition import lay_out
 from megatron.adaptive.config.plan_file import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.trainer import TrainerConfig, flag_specs, groups
-from megatron.adaptive.config.unsupported_flags import NEWER, is_idle, reason_for, refused_flags
+from megatron.adaptive.config.unsupported_flags import (
+    NEWER,
+    is_idle,
+    reason_for,
+    refused_flags,
+    with_no,
+)
 from megatron.adaptive.errors import ConfigError
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
@@ -346,6 +352,8 @@ def _why_not_taken(name: str, accepted: list[str]) -> str:
             f"{name} is a setting of a later megatron-core than the installed one: install a newer"
             " release, or drop the flag"
         )
+    if (other := with_no(name)) in accepted and other != name:
+        return f"{name} is Megatron-LM's other spelling of {other}: give {other}"
     (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
     note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"

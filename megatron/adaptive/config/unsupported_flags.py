@@ -89,12 +89,16 @@ only Megatron-LM's own trainer writes these tensors and choices; drop the flag
     save-tokens-per-expert-interval moe-routing-trace-path log-moe-overload-factor
 there is no distillation from saved logits; drop the flag
     logits-load-dir logits-save-dir
+quantization and distillation need ModelOpt, which this trainer does not call; drop the flag
+    export-*
 this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
     gpu-sniff-test-interval
 SIGTERM, SIGINT and SIGUSR1 save and end the run; drop the flag
     exit-signal
+only Megatron-LM's own trainer makes faults of its own accord; drop the flag
+    fault-injector-*
 torchrun restarts a run after a fault, from a checkpoint; use --save and --load
     enable-ft-package inprocess-restart adlr-autoresume error-injection-rate rerun-mode
     iterations-to-skip replication check-for-spiky-loss
@@ -178,6 +182,7 @@ it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
     mlp-chunks-* rl-* grpo-* langrl-* sft-* chat-template enable-chunked-prefill
+    no-inference-* no-rl-* no-langrl-*
     num-speculative-tokens moe-pad-experts-for-cuda-graph-inference refit-method
     use-same-sampling-seed-across-dp-ranks disable-grad-buffers-cpu-backup
     disable-param-buffers-cpu-backup
@@ -201,7 +206,8 @@ it is part of a feature whose own flag is refused
     use-kitchen-attention max-seqlen-per-dp-cp-rank yarn-* no-yarn-* validation-set-names
     no-use-layer-wise-param-layout optimizer-state-offload-* csa-* gdn-* num-residual-streams
     use-fused-mhc o-lora-rank use-layer-wise-param-layout varlen-* thd-* pad-packed-seq-alignment
-    min-dynamic-context-parallel-size cp-partition-mode
+    min-dynamic-context-parallel-size cp-partition-mode modelopt-enabled enable-gpt-oss
+    finetune-hf-dataset finetune-data-* freeze-base-for-mtp qad-train-target
 it tunes how megatron-core reads or writes files, which this trainer does itself
     ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-*
     ckpt-fully-parallel-save-process-group ckpt-pg-* async-strategy dist-ckpt-workers
@@ -266,7 +272,7 @@ def reason_for(name: str) -> str | None:
     Args:
         name: Name of the flag with its leading dashes.
     """
-    bare = name.removeprefix("--")
+    bare = _listed_name(name)
     is_listed = bare in REFUSED or is_idle(name)
     return REFUSED.get(bare) if is_listed else _by_prefix(bare, REFUSED)
 
@@ -277,8 +283,25 @@ def is_idle(name: str) -> bool:
     Args:
         name: Name of the flag with its leading dashes.
     """
-    bare = name.removeprefix("--")
+    bare = _listed_name(name)
     return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
+
+
+def with_no(name: str) -> str:
+    """Returns the other spelling of ``--disable-X``, which is ``--no-X``; other names unchanged.
+
+    Megatron-LM takes both for a setting that is on by default.
+    """
+    disabled = "--disable-"
+    return f"--no-{name.removeprefix(disabled)}" if name.startswith(disabled) else name
+
+
+def _listed_name(name: str) -> str:
+    """Returns the name under which a flag is in the tables, without its dashes."""
+    bare = name.removeprefix("--")
+    if bare in REFUSED or bare in IDLE or _by_prefix(bare, REFUSED) or _by_prefix(bare, IDLE):
+        return bare
+    return with_no(name).removeprefix("--")
 
 
 def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:

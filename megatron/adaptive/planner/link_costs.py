@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, link_in
+from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.plan import Replica, StagePlace
 from megatron.adaptive.planner.profile import PlanInputs
 
@@ -352,9 +353,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     """Returns how long first and last stage add up gradients of tied embeddings, in seconds."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
-    # The stages exchange gradients in the precision in which gradients are accumulated. This may
-    # differ from the precision of the reduction between replicas.
-    size = inputs.model.tied_parameters / tp * inputs.model.precision.gradient_bytes
+    size = tied_bytes(inputs.model, tp)
     pairs = list(zip(places[0].replicas, places[-1].replicas, strict=False))
     leaving = Counter(first.node for first, last in pairs if first.node != last.node)
     segments = {
@@ -364,4 +363,19 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
         )
         for first, last in pairs
     }
+    names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
+    measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
+    if not leaving and None not in measured:
+        # An all-reduce may be slower than the messages between stages, whose transport is another.
+        sharing = max(sharing for _, sharing in segments)
+        return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)
+
+
+def tied_bytes(model: Model, tp: int) -> float:
+    """Returns the size in bytes of the gradients of tied embeddings on one rank.
+
+    The stages exchange gradients in the precision in which gradients are accumulated. This may
+    differ from the precision of the reduction between replicas.
+    """
+    return model.tied_parameters / tp * model.precision.gradient_bytes

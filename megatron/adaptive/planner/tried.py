@@ -24,6 +24,7 @@ from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import StageSums, predict
 from megatron.adaptive.planner.layer_costs import OURS
+from megatron.adaptive.planner.link_costs import tied_bytes
 from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
@@ -85,7 +86,9 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns the nodes of a plan, as if all had the same device and links took no time.
+    """Returns the nodes of a plan, as if it had a single one, in which links take no time.
+
+    The node is named like its device, so that a profile of this machine may have its links.
 
     Args:
         content: Content of the plan file, which contains the parallel sizes.
@@ -94,7 +97,7 @@ def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.
     """
     ranks = math.prod(content["degrees"].get(name, 1) for name in _AXES)
     node = NodeType(
-        name="here", gpu=device, gpus=ranks, memory_bytes=memory_bytes, intra=_FREE, network=_FREE
+        name=device, gpu=device, gpus=ranks, memory_bytes=memory_bytes, intra=_FREE, network=_FREE
     )
     return Cluster(groups=(NodePool(type=node, count=1),), network=_FREE)
 
@@ -163,6 +166,7 @@ def fit_profile(
     cluster: Cluster,
     document: Mapping[str, Any],
     tried: Sequence[TriedRank],
+    links: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Adjusts a profile so that its predictions for the tried ranks equal their measurements.
 
@@ -172,6 +176,8 @@ def fit_profile(
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
         document: Content of a profile file, in which a layer of each kind was measured alone.
         tried: Measured ranks, all on the same device.
+        links: Entries ``links`` and ``all_reduce`` of the profile; empty if they take no time. The
+            tried ranks sent nothing, so they do not influence the other entries.
 
     Returns:
         Content of a profile file.
@@ -193,13 +199,23 @@ def fit_profile(
         name: {**facts, "context_bytes": max(0.0, facts["context_bytes"] + missing)}
         for name, facts in document["nodes"].items()
     }
-    return changed
+    return {**changed, **links}
+
+
+def most_bytes(plan: Plan, model: Model) -> float:
+    """Returns the size in bytes of the largest message or all-reduce between two stages."""
+    elements = max(model.layer(index).output_elements for index in range(len(model.layers) - 1))
+    message = elements * model.precision.element_bytes * plan.micro_batch
+    return max(message, tied_bytes(model, plan.tp))
 
 
 def predicted_step_s(
     plan: Plan, model: Model, cluster: Cluster, document: Mapping[str, Any]
 ) -> float:
-    """Returns the predicted step time of a plan in seconds, without the time of messages."""
+    """Returns the predicted step time of a plan in seconds.
+
+    Messages and all-reduces take no time unless the profile has measured links.
+    """
     profile = profile_file.make_profile(document)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
