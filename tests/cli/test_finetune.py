@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 
-from ..multiprocess.launch import ROOT, environment
+from ..multiprocess.launch import ROOT, TRANSFORMERS, forking_every
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
 from ..support.tuned_models import (
@@ -42,7 +42,7 @@ def tuned(folder: Path, options: str) -> str:
     done = subprocess.run(
         [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,
-        env=environment(),
+        env=forking_every(TRANSFORMERS),
         capture_output=True,
         text=True,
         timeout=200,
