@@ -421,6 +421,11 @@ install_requirements() {
 # NVIDIA declares Python 3.12, but nothing in these packages needs it.
 install_versions() {
   local pin fresh
+  # Without an import of megatron-core, which takes seconds.
+  local find_helper='from importlib.metadata import files
+for file in files("megatron-core"):
+    if file.name.startswith("helpers_cpp") and file.suffix == ".so":
+        print(file.locate())'
   mkdir -p -- "$core_folder"
   for pin in $(missing_versions); do
     fresh=$work/$pin
@@ -436,8 +441,7 @@ install_versions() {
     }
     # Their helper is for Python 3.12; its source is that of the environment's, which fits this one.
     if [[ -d $fresh/megatron/core/datasets ]]; then
-      cp -n -- "$("$python" -c 'import megatron.core.datasets.helpers_cpp as h; print(h.__file__)')" \
-        "$fresh/megatron/core/datasets/" || true
+      cp -n -- "$("$python" -c "$find_helper")" "$fresh/megatron/core/datasets/" || true
     fi
     rm -rf -- "$core_folder/$pin.new"
     mv -- "$fresh" "$core_folder/$pin.new"

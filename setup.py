@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ ibv_device* device = nullptr;
 RDMA_MACRO = "MEGATRON_ADAPTIVE_RDMA"
 VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+PYTHON_HEADER = re.compile(r"^\s*#\s*include\s+<(?:Python\.h|pybind11/)", re.MULTILINE)
 PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
 KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
 
@@ -124,9 +126,15 @@ class ObjectCache:
             return None
         texts = [(str(path), self._texts[path]) for path in sorted(self._closure(Path(source)))]
         rdma = any(RDMA_MACRO in text for _, text in texts)
-        digest = hashlib.sha256(repr((version, sys.version, self._pybind11[0], texts)).encode())
+        digest = hashlib.sha256(repr((version, texts)).encode())
+        # Most files include no header of Python: one object serves all versions.
+        if uses_python := any(PYTHON_HEADER.search(text) for _, text in texts):
+            digest.update(repr((sys.version, self._pybind11[0])).encode())
+        python_folders = {f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")}
         for word in command:
             if word == "-Werror" or (word.startswith(f"-D{RDMA_MACRO}") and not rdma):
+                continue
+            if word in python_folders and not uses_python:
                 continue
             # Folders of this environment: the versions above say what is in them.
             own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))

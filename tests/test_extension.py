@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -322,6 +324,28 @@ class TestBuild:
         assert done.returncode == 0, done.stderr
         assert "warning: the C++ extension was not built and is left out: false" in done.stderr
         assert list(tmp_path.rglob("*.so")) == []
+
+    def test_a_file_without_python_is_compiled_once_for_all_versions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr("setuptools.setup", lambda **_: None)
+        spec = importlib.util.spec_from_file_location("own_setup", ROOT / "setup.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kept: list[set[Path | None]] = []
+        for source in ("csrc/common/message.cc", "csrc/bindings/node.cc"):
+            objects = set()
+            for version in ("3.11.7", "3.12.1"):
+                monkeypatch.setattr(sys, "version", version)
+                headers = f"/usr/include/python{version}"
+                monkeypatch.setattr(sysconfig, "get_path", lambda _, headers=headers: headers)
+                files = module.ObjectCache(tmp_path, (version, "/usr/include/pybind11"))
+                objects.add(files._kept(["c++", "-Icsrc", f"-I{headers}", "-c"], source))
+            kept.append(objects)
+        assert [len(objects) for objects in kept] == [1, 2]
 
     def test_switched_off(self, tmp_path: Path) -> None:
         done = self.build(tmp_path, MEGATRON_ADAPTIVE_EXTENSION="0", CC="false", CXX="false")

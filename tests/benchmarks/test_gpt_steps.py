@@ -11,6 +11,7 @@ import pytest
 from benchmarks import gpt_steps
 from benchmarks.gpt_steps import JOBS, disagreements, make_rows, takes_part
 from harness.report import Row
+from tests.multiprocess.launch import forking
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -67,6 +68,8 @@ def test_all_competitors_compute_the_same(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, value in forking().items():
+        monkeypatch.setenv(name, value)
     result = gpt_steps.measure(job, rounds=1, width=64)
     assert tuple(result["differences"]) == JOBS[job].competitors
     assert disagreements({job: result}) == []

@@ -162,6 +162,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         launched = run(
             *"-m megatron.adaptive job launch --nproc-per-node 2 --master-addr 127.0.0.1".split(),
             *f"--master-port {port} {TRAINER} {SMALL}".split(),
+            **forking(),
         )
     for done in (alone, launched):
         assert f"127.0.0.1:{port}" in complaint(done)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megatron.adaptive.cli.pretrain_gpt import evaluate
 from megatron.adaptive.config.input_files import printable
 
-from ..multiprocess.launch import forking, run_forked
+from ..multiprocess.launch import TRANSFORMERS, forking, run_forked
 
 END, LENGTH = "<end>", 32
 TEXT = "A pipeline is as fast as its slowest stage. " * 20
@@ -83,6 +83,13 @@ def expected(folder: Path) -> tuple[float, str]:
     return loss, said
 
 
+def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program, forked with its ranks from one that has imported transformers."""
+    return run_forked(
+        command, folder=folder, limit_s=200.0, variables=forking(TRANSFORMERS), modules=TRANSFORMERS
+    )
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "flags", [[], ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]]
@@ -97,7 +104,7 @@ def test_figures_are_those_of_transformers(
     command += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     command += ["--prompt", PROMPT, "--tokens", "8"]
-    done = run_forked(command, folder=tmp_path, limit_s=200.0, variables=forking())
+    done = run_warm(command, tmp_path)
     assert done.returncode == 0, done.stderr
     figures = re.findall(
         r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout
@@ -118,13 +125,13 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"
     command = ["-m", "megatron.adaptive", "train", "rank", "--load-hf", str(folder), *run.split()]
-    done = run_forked([*command, *tokens, *more], folder=tmp_path, limit_s=200, variables=forking())
+    done = run_warm([*command, *tokens, *more], tmp_path)
     assert done.returncode == 0, done.stderr
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
     command = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), "--load"]
     command += [str(tmp_path / "saved"), "--seq-length", str(LENGTH), *tokens]
-    done = run_forked(command, folder=tmp_path, limit_s=200, variables=forking())
+    done = run_warm(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on validation set | lm loss value: " in done.stdout
 

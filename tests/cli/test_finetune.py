@@ -18,7 +18,7 @@ from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 
 from ..cluster.jobs import ElasticJob
-from ..multiprocess.launch import ROOT, environment
+from ..multiprocess.launch import ROOT, TRANSFORMERS, environment, forking_every
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
 from ..support.tuned_models import (
@@ -44,7 +44,7 @@ def tuned(folder: Path, options: str) -> str:
     done = subprocess.run(
         [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,
-        env=environment(),
+        env=forking_every(TRANSFORMERS),
         capture_output=True,
         text=True,
         timeout=200,

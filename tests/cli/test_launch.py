@@ -17,7 +17,7 @@ import pytest
 from megatron.adaptive.cli import launch
 from megatron.adaptive.errors import AdaptiveError
 
-from ..multiprocess.launch import kill_tree
+from ..multiprocess.launch import forkserver, kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 90.0
@@ -42,19 +42,24 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """A function ``(script_text, ranks)`` that launches the script; kills what is left of it."""
+    """A function ``(script_text, ranks)`` that launches the script; kills what is left of it.
+
+    With ``is_forked=True`` the launcher is forked from one that has imported torch: for tests that
+    neither look at its process nor send it signals.
+    """
     processes: list[subprocess.Popen[str]] = []
 
-    def run(text: str, ranks: int) -> object:
+    def run(text: str, ranks: int, *, is_forked: bool = False) -> object:
         script = tmp_path / "script.py"
         script.write_text(text)
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        forked = forkserver().nodes()[1] if is_forked else {}
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"),
                 *("--nproc-per-node", str(ranks), str(script)),
             ],
-            env={**variables, "PYTHONPATH": str(ROOT)},
+            env={**variables, "PYTHONPATH": str(ROOT), **forked},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -111,7 +116,7 @@ def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
         "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
         "os.write(1, line.encode())\n"
     )
-    status, stdout, stderr = finish(start(text, 2))
+    status, stdout, stderr = finish(start(text, 2, is_forked=True))
     assert (status, stderr) == (0, "")
     assert sorted(stdout.splitlines()) == ["rank 0 1", "rank 1 1"]
 
@@ -125,7 +130,7 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
-    status, stdout, stderr = finish(start(text, 2))
+    status, stdout, stderr = finish(start(text, 2, is_forked=True))
     assert status == 1
     assert len(stderr.splitlines()) == 1
     assert stderr.startswith(f"error: rank 1 (pid {stdout.strip()}) was killed by signal 9")
@@ -169,7 +174,7 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
         f"    print('error: said by the rank', file=sys.stderr, flush=True); sys.exit({code})\n"
         "time.sleep(60)\n"
     )
-    status, _, stderr = finish(start(text, 2))
+    status, _, stderr = finish(start(text, 2, is_forked=True))
     assert status == code
     said, *rest = stderr.splitlines()
     assert said == "error: said by the rank"

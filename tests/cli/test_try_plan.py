@@ -15,7 +15,7 @@ import pytest
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
-from ..multiprocess.launch import ROOT, environment, forking_every, meeting, rank_variables
+from ..multiprocess.launch import ROOT, Ranks, forking_every, tail
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
@@ -42,9 +42,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def tried(
-    path: Path, model: str, rank: int, variables: dict[str, str] | None = None
-) -> dict[str, Any]:
+def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
     """Tries a rank in a process of its own, and returns the entry of the plan file."""
     done = subprocess.run(
         [
@@ -52,7 +50,7 @@ def tried(
             *("--model", model, "--rank", str(rank)),
         ],
         cwd=ROOT,
-        env=variables or environment(),
+        env=forking_every(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -67,39 +65,33 @@ def tried(
 def peaks_of_job(path: Path, model: str) -> list[int]:
     """Trains with a plan, and returns the peak of each rank's resident memory, as Linux counts it.
 
-    The ranks are not forked from another process, whose pages would count, and have no launcher,
-    whose imports would take as long as those of a rank.
+    Ranks of the job and those that are tried have the same pages from the start: those of the
+    process that they are forked from.
     """
-    flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0 --lr 1e-4"
-    command = [sys.executable, "pretrain_gpt.py", "--plan", str(path), *model.split()]
-    store = meeting()
-    common = environment(**rank_variables(2, LIMIT_S, store.port))
-    ranks = [
-        subprocess.Popen(
-            [*command, *flags.split()],
-            cwd=ROOT,
-            env={**common, **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
-    peaks = [0, 0]
+    # The second step is the first with all of the optimizer's memory.
+    flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
+    command = [str(ROOT / "pretrain_gpt.py"), "--plan", str(path), *model.split(), *flags.split()]
+    log = path.with_name("log.txt")
+    ranks = Ranks(command, world_size=2, log=log, limit_s=LIMIT_S)
+    peaks, processes = [0, 0], ranks.processes()
+    assert len(processes) == 2, tail(log)
     end_s = time.monotonic() + LIMIT_S
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end_s:
-        for number, rank in enumerate(ranks):
-            with contextlib.suppress(OSError, IndexError):  # the rank has ended
-                status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
-                peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-        time.sleep(0.05)
-    for rank in ranks:
-        rank.kill()
-    assert [rank.wait() for rank in ranks] == [0, 0]
+    try:
+        while len(ended := ranks.wait(0.05)) < 2 and not any(ended) and time.monotonic() < end_s:
+            for number, rank in enumerate(processes):
+                with contextlib.suppress(OSError, IndexError):  # the rank has ended
+                    status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
+                    peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    finally:
+        ranks.kill()
+    assert ended == [0, 0], tail(log)
     return peaks
 
 
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
-    path = write_plan(tmp_path)
+    # Two microbatches: the first stage keeps both, as it would of more.
+    path = write_plan(tmp_path, global_batch_size=4)
     peaks = peaks_of_job(path, LARGE)
     for rank in (0, 1):
         entry = tried(path, LARGE, rank)
@@ -131,7 +123,7 @@ def test_a_rank_of_each_kind_of_plan_runs_and_plans_with_its_times(
     processes = shape["tensor"] * shape["pipeline"] * shape["data"]
     placement = [{"nodes": 1, "processes_per_node": processes}]
     path = write_plan(tmp_path, degrees=shape, placement=placement, **changes)
-    entry = tried(path, SMALL, rank, forking_every())
+    entry = tried(path, SMALL, rank)
     (measured,) = entry["ranks"]
     assert measured["forward_s"][0] > 0
     assert measured["optimizer_s"] > 0

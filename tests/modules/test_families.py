@@ -18,7 +18,7 @@ import torch
 from megatron.adaptive.modules.cut_points import CutPoint, describe
 from megatron.adaptive.modules.recording import Forwards
 
-from ..multiprocess.launch import run_ranks, tail
+from ..multiprocess.launch import TRANSFORMERS, run_ranks, tail
 from .families import FAMILIES, Family
 from .ranks import Case
 
@@ -136,7 +136,11 @@ def test_families_train_on_two_processes(tmp_path: Path) -> None:
     log = tmp_path / "output.txt"
     worker = str(Path(__file__).with_name("family_worker.py"))
     status = run_ranks(
-        [worker, str(tmp_path), *chosen], world_size=2, log=log, limit_s=600.0 if ALL else 120.0
+        [worker, str(tmp_path), *chosen],
+        world_size=2,
+        log=log,
+        limit_s=600.0 if ALL else 120.0,
+        modules=TRANSFORMERS,
     )
     assert status == 0, tail(log)
     done = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -40,6 +40,13 @@ SOCKET = "TESTS_NODE_FORKSERVERS"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 120.0
 GRACE_S = 2.0
+TRANSFORMERS = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llava.modeling_llava",
+)
+"""Modules that programs with models of ``transformers`` import, for seconds of processor time."""
 
 
 class Forkserver:
@@ -50,9 +57,15 @@ class Forkserver:
     Args:
         python_path: Folders from which it imports before the environment.
         program: Program that serves, if ranks need other imports than those of a node.
+        variables: Further variables of its environment.
     """
 
-    def __init__(self, python_path: str, program: Sequence[str] = SERVER) -> None:
+    def __init__(
+        self,
+        python_path: str,
+        program: Sequence[str] = SERVER,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tests-forkserver-"))
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
@@ -63,7 +76,7 @@ class Forkserver:
             self._process = subprocess.Popen(
                 [sys.executable, *program, str(server_end.fileno())],
                 pass_fds=[server_end.fileno()],
-                env=environment(PYTHONPATH=python_path),
+                env=environment(PYTHONPATH=python_path) | dict(variables or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -72,7 +85,7 @@ class Forkserver:
         self._keys = itertools.count()
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        self._nodes: str | None = None
+        self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}  # key and socket by modules
         atexit.register(self.close)
 
     @property
@@ -106,22 +119,27 @@ class Forkserver:
                 raise AssertionError(f"the fork server does not answer: {tail(self._log)}")
         return key
 
-    def nodes(self) -> tuple[psutil.Process, dict[str, str]]:
+    def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
         """Returns the parent of nodes' fork servers, and variables of jobs that are to use it.
 
         See ``forked_nodes/sitecustomize.py``.
+
+        Args:
+            modules: Modules that it imports besides those of a node's fork server.
         """
-        path = self._folder / "nodes"
-        if self._nodes is None:
-            command = [str(NODES / "sitecustomize.py"), str(path)]
+        if tuple(modules) not in self._nodes:
+            path = self._folder / f"nodes{len(self._nodes)}"
+            command = [str(NODES / "sitecustomize.py"), str(path), *modules]
             files = {"output": self._log, "error": self._log, "variables": environment()}
-            self._nodes = self.start(command, **files)  # type: ignore[arg-type]
+            key = self.start(command, **files)  # type: ignore[arg-type]
             end_s = time.monotonic() + START_LIMIT_S
             while not path.exists():
                 assert time.monotonic() < end_s, tail(self._log)
                 time.sleep(0.01)
+            self._nodes[tuple(modules)] = key, path
+        key, path = self._nodes[tuple(modules)]
         variables = {"PYTHONPATH": f"{NODES}:{ROOT}", SOCKET: str(path)}
-        return psutil.Process(self._pids[self._nodes]), variables
+        return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
         """Waits until all programs have ended or one has failed; returns those statuses."""
@@ -178,16 +196,26 @@ def _servers() -> dict[str, Forkserver]:
     return {}
 
 
-def forkserver(python_path: str = str(ROOT)) -> Forkserver:
+def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> Forkserver:
     """Returns the fork server of this process for a path, which the first call starts.
 
     A path without another ``megatron`` has the same imports as this checkout, and so its server:
     forked ranks add folders of their own.
+
+    Args:
+        python_path: Folders from which it imports before the environment.
+        modules: Modules that it imports besides those of a node's fork server, such as
+            ``TRANSFORMERS``; then it is itself forked from the server of this checkout.
     """
+    servers = _servers()
+    if modules:
+        key = " ".join(modules)
+        if key not in servers or not servers[key].is_alive:
+            servers[key] = Forkserver(str(ROOT), variables=forkserver().nodes(modules)[1])
+        return servers[key]
     folders = [folder for folder in python_path.split(os.pathsep) if folder != str(ROOT)]
     if not any(Path(folder, "megatron").exists() for folder in folders):
         python_path = str(ROOT)
-    servers = _servers()
     if python_path not in servers or not servers[python_path].is_alive:
         servers[python_path] = Forkserver(python_path)
     return servers[python_path]
@@ -238,17 +266,24 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def forking() -> dict[str, str]:
-    """Returns an environment in which ranks of the trainer that a launcher starts are forked."""
-    return environment(**forkserver().nodes()[1])
+def forking(modules: Sequence[str] = ()) -> dict[str, str]:
+    """Returns an environment in which ranks of the trainer that a launcher starts are forked.
+
+    Args:
+        modules: Modules that they have besides those of a node's fork server.
+    """
+    return environment(**forkserver().nodes(modules)[1])
 
 
-def forking_every() -> dict[str, str]:
+def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
     """Returns an environment in which every Python program is forked, and those that it starts.
 
     For programs of which neither imports nor memory count, which a forked one has already.
+
+    Args:
+        modules: Modules that they have besides those of a node's fork server.
     """
-    return {**forking(), "TESTS_FORK_EVERY": "1"}
+    return {**forking(modules), "TESTS_FORK_EVERY": "1"}
 
 
 def run_ranks(
@@ -258,6 +293,7 @@ def run_ranks(
     log: Path,
     limit_s: float,
     python_path: str = str(ROOT),
+    modules: Sequence[str] = (),
 ) -> int | None:
     """Runs a program as the ranks of a job, in the environment that ``torchrun`` gives.
 
@@ -267,11 +303,19 @@ def run_ranks(
         log: File for the output of all ranks; they run in its folder.
         limit_s: Seconds, which ranks find in ``WATCHDOG_S``; five later all are killed.
         python_path: Folders from which ranks import before the environment.
+        modules: Modules that they have from the start, see :func:`forkserver`.
 
     Returns:
         The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
     """
-    ranks = Ranks(command, world_size=world_size, log=log, limit_s=limit_s, python_path=python_path)
+    ranks = Ranks(
+        command,
+        world_size=world_size,
+        log=log,
+        limit_s=limit_s,
+        python_path=python_path,
+        server=forkserver(python_path, modules),
+    )
     try:
         ended = ranks.wait(limit_s + 5)
     finally:
@@ -443,6 +487,7 @@ def run_forked(
     folder: Path,
     limit_s: float,
     variables: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program as ``subprocess.run`` does, forked from what has imported torch already.
 
@@ -451,11 +496,12 @@ def run_forked(
         folder: Folder in which it runs.
         limit_s: Seconds after which it is killed.
         variables: Variables of its environment besides :func:`environment`.
+        modules: Modules that it has from the start, see :func:`forkserver`.
 
     Raises:
         AssertionError: It took longer; holds the end of its output.
     """
-    server = forkserver()
+    server = forkserver(modules=modules)
     with tempfile.TemporaryDirectory(prefix="tests-output-") as name:
         output, error = Path(name, "output"), Path(name, "error")
         output.touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.forked_nodes.sitecustomize import fork_of, is_program, started
-from tests.multiprocess.launch import forking_every
+from tests.multiprocess.launch import TRANSFORMERS, forking_every, run_forked
 
 
 @pytest.fixture
@@ -51,6 +51,24 @@ def test_lines_of_code_are_forked_with_what_is_imported(unbuffered: list[str]) -
         check=False,
     )
     assert (done.returncode, done.stdout) == (3, "True __main__ ['-c', 'word']\n"), done.stderr
+
+
+@pytest.mark.multiprocess
+def test_further_modules_are_imported_before_a_fork(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = tmp_path / "imported.py"
+    script.write_text(f"import sys; print({set(TRANSFORMERS)} <= sys.modules.keys())")
+    by_variables = subprocess.run(
+        [sys.executable, str(script)],
+        env=forking_every(TRANSFORMERS),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    by_server = run_forked([str(script)], folder=tmp_path, limit_s=120.0, modules=TRANSFORMERS)
+    for done in (by_variables, by_server):
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_processes_with_descriptors_of_their_own_are_not_forked() -> None:

@@ -6,13 +6,15 @@ be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, h
 server of the tests. The server forks it, passes signals on, and ends as the forked one does. If it
 is killed, so is the forked one. Without a server it runs its own program.
 
-Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``, also those
-on nodes with namespaces of their own.
+Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports further modules and serves, in a process
+forked by ``launch.Forkserver``, also those on nodes with namespaces of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import resource
@@ -130,12 +132,16 @@ def is_program(command: list[str]) -> bool:
     return is_code or command[0] == "-m" or command[0].endswith(".py")
 
 
-def serve(path: str) -> None:
+def serve(path: str, *modules: str) -> None:
     """Forks a process for each that asks, until this one is killed.
 
     Args:
         path: Path of the socket that takes requests.
+        modules: Modules to import before the first fork.
     """
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # otherwise garbage collection in a forked process would copy shared pages
     forked: dict[Any, tuple[int, socket.socket]] = {}  # keys: the process's descriptor and its link
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -277,7 +283,7 @@ def _name(name: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])
 elif SOCKET in os.environ:
     if sys.orig_argv[1:3] == ["-m", MODULE]:
         ask([int(sys.orig_argv[3]), 1, 2], [])
