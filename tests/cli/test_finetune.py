@@ -18,7 +18,7 @@ from megatron.adaptive import __main__ as program
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 
 from ..cluster.jobs import ElasticJob
-from ..multiprocess.launch import ROOT, TRANSFORMERS, environment, forking_every
+from ..multiprocess.launch import ROOT, TRANSFORMERS, forking_every
 
 pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
 from ..support.tuned_models import (
