@@ -114,7 +114,7 @@ def test_another_microbatchs_tensor_or_a_skipped_stage_is_an_error() -> None:
     chunk, work, _, output = chunk_of(3)
     with pytest.raises(WorkError, match="F of stage 3, microbatch 0 got microbatch 1"):
         work.forward(3, message(1, 6), 0)
-    with pytest.raises(WorkError, match="a sum of 5, due was 6"):
+    with pytest.raises(WorkError, match="a sum of 5, but the sum must be 6"):
         chunk(message(0, 5))
     with pytest.raises(WorkError, match="B of stage 3, microbatch 1 got microbatch 0"):
         output.backward(message(0, 26))
