@@ -1,4 +1,4 @@
-"""Families of processes."""
+"""Tests that list the children and descendants of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.multiprocess.launch import wait_until
 
 
 def test_the_family_of_a_process_is_that_of_psutil() -> None:
-    """Children belong to the thread that started them."""
+    """Checks the result against psutil; children belong to the thread that started them."""
     started: list[subprocess.Popen[str]] = []
     is_over = threading.Event()
 
