@@ -132,10 +132,7 @@ def test_a_list_that_does_not_do_is_named(
         ("--pyton x", "unknown option '--pyton'"),
         ("--python", "--python needs a path"),
         ("--python /bin/false", "--python /bin/false cannot import pybind11 and setuptools"),
-        (
-            f"--python {sys.executable} --installed gone.txt",
-            "--installed gone.txt is not a readable file",
-        ),
+        (f"--python {sys.executable} --installed gone.txt", "gone.txt is not a readable file"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, rule: str, tmp_path: Path) -> None:
