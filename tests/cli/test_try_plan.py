@@ -1,4 +1,4 @@
-"""``plan --try``: a rank that runs alone against the same rank of a real job, and bad input."""
+"""Tests ``plan --try``, which runs a rank alone, against the same rank of a real job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..multiprocess.launch import ROOT, environment, forking_every, meeting, ran
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# Few operations for much memory, most of it in the matrices of the vocabulary.
+# Few operations for much memory, most of it in the vocabulary matrices.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240
@@ -45,7 +45,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 def tried(
     path: Path, model: str, rank: int, variables: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Tries a rank in a process of its own, and returns the entry of the plan file."""
+    """Tries a rank in a separate process, and returns the entry of the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -65,9 +65,9 @@ def tried(
 
 
 def peaks_of_job(path: Path, model: str) -> list[int]:
-    """Trains with a plan, and returns the peak of each rank's resident memory, as Linux counts it.
+    """Trains with a plan, and returns each rank's peak resident memory as counted by Linux.
 
-    The ranks are not forked from another process, whose pages would count, and have no launcher,
+    The ranks are not forked, because pages of the parent process would count, and have no launcher,
     whose imports would take as long as those of a rank.
     """
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0 --lr 1e-4"
@@ -87,7 +87,7 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     end_s = time.monotonic() + LIMIT_S
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end_s:
         for number, rank in enumerate(ranks):
-            with contextlib.suppress(OSError, IndexError):  # the rank has ended
+            with contextlib.suppress(OSError, IndexError):  # the rank has exited
                 status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
                 peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         time.sleep(0.05)
@@ -105,7 +105,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) 
         entry = tried(path, LARGE, rank)
         measured = next(row for row in entry["ranks"] if row["rank"] == rank)
         assert measured["memory_bytes"] == pytest.approx(peaks[rank], rel=0.05)
-    # Both trials stay in the file, and the plan with its measurements can be planned with.
+    # The file keeps both trials, and the plan with its measurements is a valid profile.
     assert [row["rank"] for row in entry["ranks"]] == [0, 1]
     assert entry["step_s"] > 0
 
